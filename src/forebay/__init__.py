@@ -1,0 +1,50 @@
+"""forebay: plan, prove, run and measure the host offloading of activations in JAX.
+
+The public surface is what this module exports. Everything is imported when first used, so that
+`import forebay` costs nothing but itself.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forebay.errors import UserError
+    from forebay.hardware import Hardware, get_hardware
+    from forebay.offload import name, scan_layers
+    from forebay.plan import Placement, Plan
+    from forebay.xla.compile import CompiledStep, compile_step
+
+__all__ = [
+    "CompiledStep",
+    "Hardware",
+    "Placement",
+    "Plan",
+    "UserError",
+    "compile_step",
+    "get_hardware",
+    "name",
+    "scan_layers",
+]
+
+_HOME = {
+    "CompiledStep": "forebay.xla.compile",
+    "Hardware": "forebay.hardware",
+    "Placement": "forebay.plan",
+    "Plan": "forebay.plan",
+    "UserError": "forebay.errors",
+    "compile_step": "forebay.xla.compile",
+    "get_hardware": "forebay.hardware",
+    "name": "forebay.offload",
+    "scan_layers": "forebay.offload",
+}
+
+
+def __getattr__(attribute: str) -> Any:
+    if attribute not in _HOME:
+        raise AttributeError(f"module 'forebay' has no attribute {attribute!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[attribute]), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

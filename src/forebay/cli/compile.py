@@ -1,0 +1,65 @@
+"""`forebay compile`: the training step, compiled for machines that are not there."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from forebay.train.run_config import TrainConfig
+
+from forebay.errors import EXIT_DOES_NOT_FIT, EXIT_OK, UserError
+from forebay.train.config import ProgramConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileConfig(ProgramConfig):
+    """The training step, and the machines to compile it for.
+
+    Attributes:
+        hardware: the machine, as listed by forebay hardware.
+        devices: how many devices.
+        memory_fraction: the share of HBM that XLA may use; by default what is usual on that machine.
+        json: print JSON (schema forebay.compile/1) instead of a table.
+        save_hlo: a file for the optimised, scheduled HLO text.
+    """
+
+    hardware: str = "h200"
+    devices: int = 8
+    memory_fraction: float | None = None
+    json: bool = False
+    save_hlo: str | None = None
+
+
+Config = CompileConfig
+ALSO = (TrainConfig,)  # a run's config.yaml may be given
+
+
+def run(config: CompileConfig) -> int:
+    """Compiles, prints, and returns 0 when the step fits its memory, 4 when it does not."""
+    from forebay.hardware import get_hardware
+
+    hardware = get_hardware(config.hardware)
+    if config.save_hlo is not None and not Path(config.save_hlo).resolve().parent.is_dir():
+        raise UserError(f"save_hlo={config.save_hlo!r}: its directory does not exist: make it first")
+
+    from forebay.report.memory import compile_json, print_compiled
+    from forebay.train.program import make_program
+    from forebay.xla.compile import compile_step
+    from forebay.xla.options import compiler_options
+    from forebay.xla.topology import compile_only_devices
+
+    program = make_program(config, compile_only_devices(hardware, config.devices))
+    compiled = compile_step(
+        program.jit_step(),
+        (program.abstract_state, program.abstract_batch),
+        weight_shapes=program.local_weight_shapes(),
+        options=compiler_options(hardware.platform, deviceless=True, offloads=program.plan.offloads),
+        save_hlo=None if config.save_hlo is None else Path(config.save_hlo),
+    )
+    report = compile_json(compiled, program, hardware, config.memory_fraction)
+    if config.json:
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    else:
+        print_compiled(report)
+    return EXIT_OK if report["fits"] else EXIT_DOES_NOT_FIT

@@ -1,0 +1,68 @@
+"""`forebay VERB ...`: finds the verb's module, parses its arguments, runs it, turns errors into exit codes."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from forebay.errors import EXIT_OK, UserError, unknown
+
+VERBS = {
+    "train": "train a language model on the devices there are",
+    "compile": "compile a training step for machines that are not there, and say what its memory holds",
+    "hardware": "the machines forebay knows, each figure with its source",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    0: done and it fits; 2: bad input; 3: wrong numbers found; 4: compiled and does not fit.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(argv)
+    except UserError as error:
+        print(f"forebay: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except KeyboardInterrupt:
+        print("forebay: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return EXIT_OK
+    if argv[0] in ("-V", "--version"):
+        from importlib import metadata
+
+        print(f"forebay {metadata.version('forebay')}")
+        return EXIT_OK
+    verb = argv[0]
+    if verb not in VERBS:
+        raise unknown("verb", verb, VERBS)
+
+    from forebay.xla.flags import check_xla_flags
+
+    check_xla_flags()
+    from forebay.cli.parse import parse
+
+    module = importlib.import_module(f"forebay.cli.{verb}")
+    config = parse(
+        module.Config, argv[1:], prog=f"forebay {verb}", description=VERBS[verb], also=getattr(module, "ALSO", ())
+    )
+    return module.run(config)
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
+    return f"usage: forebay VERB [--flag value ...] [--config FILE]\n\n{verbs}\n\nforebay VERB --help lists a verb's flags."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Which activations a block names, and which of them its backward pass would really keep."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+# jax's primitive behind `jax.ad_checkpoint.checkpoint_name`
+_NAME = "name"
+# primitives that hand on a value without being its origin
+_TRANSPARENT = ("device_put", "reduce_precision", "sharding_constraint", "optimization_barrier")
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """A value that the backward pass of a block needs from its forward pass.
+
+    `name` is its checkpoint name, None if it has none; `argument` the index of the flattened argument
+    that it is, None if the block computed it. Shape and bytes are of the whole array, all devices.
+    """
+
+    name: str | None
+    argument: int | None
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * _itemsize(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockNames:
+    """The checkpoint names in a block, in order, and which of them are residuals of it.
+
+    `residual_bytes[name]` is what keeping the name alone would store for one layer, whole array.
+    """
+
+    carried: tuple[str, ...]
+    residual_bytes: dict[str, int]
+    inputs: tuple[str, ...]
+    """Names of the block's own input: they are always kept, on the device or on the host."""
+
+    @property
+    def not_residuals(self) -> tuple[str, ...]:
+        """Names whose placement changes nothing: the backward pass does not need the value."""
+        return tuple(n for n in self.carried if n not in self.residual_bytes)
+
+
+def residuals(function: Callable[..., Any], *args: Any) -> list[Residual]:
+    """What `jax.vjp(function, *args)` keeps, one entry per leaf of the VJP, in order.
+
+    `function` may be wrapped in `jax.checkpoint`. `args` are arrays or `ShapeDtypeStruct`s; nothing is
+    computed.
+    """
+    jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(function, *a)[1]))(*args).jaxpr
+    invars = {v: i for i, v in enumerate(jaxpr.invars)}
+    return [_origin(jaxpr, v, invars) for v in jaxpr.outvars]
+
+
+def block_names(block: Callable[..., Any], layer: Any, x: Any, *constants: Any) -> BlockNames:
+    """The names that `block(layer, x, *constants)` gives its activations.
+
+    All arguments are arrays or `ShapeDtypeStruct`s of one layer.
+    """
+    args = (layer, x, *constants)
+    carried = tuple(dict.fromkeys(_names(jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(block, *a)))(*args).jaxpr)))
+    residual_bytes: dict[str, int] = {}
+    for kept in [carried, *((name,) for name in carried)]:
+        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+        found = residuals(jax.checkpoint(block, policy=policy, prevent_cse=False), *args)
+        for name in kept:  # alone last: what a name stores by itself is what counts
+            size = sum(r.num_bytes for r in found if r.name == name)
+            if size:
+                residual_bytes[name] = size
+    return BlockNames(carried, residual_bytes, input_names(block, layer, x, *constants))
+
+
+def input_names(block: Callable[..., Any], layer: Any, x: Any, *constants: Any) -> tuple[str, ...]:
+    """The names that the block gives to its own carry `x`, unchanged."""
+    jaxpr = jax.make_jaxpr(block)(layer, x, *constants).jaxpr
+    invars = {v: i for i, v in enumerate(jaxpr.invars)}
+    x_leaves = range(len(jax.tree.leaves(layer)), len(jax.tree.leaves((layer, x))))
+    return tuple(
+        eqn.params["name"]
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == _NAME and _origin(jaxpr, eqn.invars[0], invars).argument in x_leaves
+    )
+
+
+def _names(jaxpr: Any) -> Iterable[str]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == _NAME:
+            yield eqn.params["name"]
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from _names(getattr(inner, "jaxpr", inner))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
+
+
+def _origin(jaxpr: Any, var: Any, invars: dict[Any, int]) -> Residual:
+    shape, dtype = tuple(var.aval.shape), var.aval.dtype
+    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    while not isinstance(var, Literal):
+        if var in invars:
+            return Residual(None, invars[var], shape, dtype)
+        eqn = producers.get(var)
+        if eqn is None:
+            break
+        if eqn.primitive.name == _NAME:
+            return Residual(eqn.params["name"], None, shape, dtype)
+        if eqn.primitive.name in _TRANSPARENT:
+            var = eqn.invars[eqn.outvars.index(var)]
+            continue
+        inner = next((p for p in eqn.params.values() if _is_jaxpr(p)), None)
+        inner = getattr(inner, "jaxpr", inner)
+        if inner is not None and len(inner.outvars) == len(eqn.outvars) and len(inner.invars) == len(eqn.invars):
+            found = _origin(inner, inner.outvars[eqn.outvars.index(var)], {v: i for i, v in enumerate(inner.invars)})
+            if found.argument is None:
+                return dataclasses.replace(found, shape=shape, dtype=dtype)
+            var = eqn.invars[found.argument]
+            continue
+        break
+    return Residual(None, None, shape, dtype)
+
+
+def _itemsize(dtype: Any) -> int:
+    return getattr(dtype, "itemsize", 8)

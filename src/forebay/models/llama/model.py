@@ -1,0 +1,292 @@
+"""Llama 3 in plain JAX, top to bottom: weights, block, loss.
+
+Shapes: B batch, S sequence, D embed, L layers, H query heads, G key/value heads, K head size, F MLP
+width, V vocabulary. Weights are float32 (or whatever they are given in); arithmetic is in the
+compute dtype; norms, softmax and loss in float32.
+
+Activations that are worth keeping, moving or recomputing carry MaxText's names for them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from forebay.models.llama.config import LlamaConfig, RopeScaling
+from forebay.ops.attention import attention
+from forebay.ops.cross_entropy import cross_entropy
+from forebay.sharding import Sharding
+
+# The activations a plan can place, in the order the block makes them.
+ACTIVATIONS = (
+    "decoder_layer_input",
+    "query_proj",
+    "key_proj",
+    "value_proj",
+    "context",
+    "out_proj",
+    "mlpwi_0",
+    "mlpwi_1",
+    "mlpwo",
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layer[T]:
+    """One decoder layer; stacked, each field has a leading dimension of `layers`.
+
+    `embed`, the dimension that is split over devices, comes first in every matrix: an all-gather along
+    a minor dimension makes XLA transpose the whole stack before the loop.
+    """
+
+    attention_norm_D: T
+    query_DHK: T
+    key_DGK: T
+    value_DGK: T
+    out_DHK: T
+    mlp_norm_D: T
+    gate_DF: T
+    up_DF: T
+    down_DF: T
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weights[T]:
+    """All weights. `head_DV` is None where the embeddings are tied."""
+
+    embedding_VD: T
+    layers: Layer[T]
+    final_norm_D: T
+    head_DV: T | None
+
+
+_LAYER_AXES = Layer(
+    attention_norm_D=("layers", None),
+    query_DHK=("layers", "embed", "heads", None),
+    key_DGK=("layers", "embed", "kv_heads", None),
+    value_DGK=("layers", "embed", "kv_heads", None),
+    out_DHK=("layers", "embed", "heads", None),
+    mlp_norm_D=("layers", None),
+    gate_DF=("layers", "embed", "mlp"),
+    up_DF=("layers", "embed", "mlp"),
+    down_DF=("layers", "embed", "mlp"),
+)
+
+
+def logical_axes(config: LlamaConfig) -> Weights[tuple[str | None, ...]]:
+    """The logical axes of every weight (see `forebay.sharding`)."""
+    head = None if config.tied_embeddings else ("embed", "vocab")
+    return Weights(("vocab", "embed"), _LAYER_AXES, (None,), head)
+
+
+def shapes(config: LlamaConfig) -> Weights[tuple[int, ...]]:
+    """The shape of every weight."""
+    L, D, H, G, K, F, V = (
+        config.layers, config.embed, config.heads, config.kv_heads, config.head_dim, config.mlp, config.vocab,
+    )  # fmt: skip
+    layer = Layer(
+        (L, D), (L, D, H, K), (L, D, G, K), (L, D, G, K), (L, D, H, K), (L, D), (L, D, F), (L, D, F), (L, D, F)
+    )
+    return Weights((V, D), layer, (D,), None if config.tied_embeddings else (D, V))
+
+
+def init(key: jax.Array, config: LlamaConfig, dtype: Any = jnp.float32) -> Weights[jax.Array]:
+    """Random weights: normal with standard deviation 0.02, the two projections back into the residual
+    stream scaled down by `sqrt(2 * layers)` (GPT-2's initialisation), norms at one."""
+    tree = shapes(config)
+    leaves, treedef = jax.tree.flatten_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(key, len(leaves))
+
+    def one(key, path, shape):
+        name = path[-1].name
+        if "norm" in name:
+            return jnp.ones(shape, dtype)
+        std = 0.02 / (2 * config.layers) ** 0.5 if name in ("out_DHK", "down_DF") else 0.02
+        return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return jax.tree.unflatten(treedef, [one(k, p, s) for k, (p, s) in zip(keys, leaves, strict=True)])
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """`x / rms(x) * scale` over the last dimension, in float32, returned in `x`'s dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Angular frequencies `[head_dim / 2]` in radians per position, float32.
+
+    RoPE (Su et al., arXiv:2104.09864); Llama 3.1's scaling divides the frequencies whose wavelength
+    exceeds the original context by `factor`, keeps the short ones, and blends those between.
+    """
+    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is not None:
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequencies = keep * frequencies + (1 - keep) * frequencies / scaling.factor
+    return frequencies.astype(np.float32)
+
+
+def rope_tables(config: LlamaConfig, seq: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[seq, head_dim / 2]` in float32."""
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x_BSHK: jax.Array, cos_SK: jax.Array, sin_SK: jax.Array) -> jax.Array:
+    """Rotates the two halves of the head dimension against each other (Hugging Face's layout)."""
+    first, second = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_SK[:, None], sin_SK[:, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BSHK.dtype)
+
+
+def block(
+    layer: Layer[jax.Array],
+    x_BSD: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    *,
+    config: LlamaConfig,
+    sharding: Sharding,
+    kernel: str,
+) -> jax.Array:
+    """One decoder layer: `[batch, sequence, embed]` to the same."""
+    dtype = x_BSD.dtype
+    layer = jax.tree.map(lambda w: w.astype(dtype), layer)
+    residual_stream = functools.partial(_constrain_stream, sharding=sharding)
+
+    x_BSD = checkpoint_name(residual_stream(x_BSD), "decoder_layer_input")
+
+    h_BSD = rms_norm(x_BSD, layer.attention_norm_D, config.norm_eps)
+    q_BSHK = apply_rope(jnp.einsum("bsd,dhk->bshk", h_BSD, layer.query_DHK), *rope)
+    k_BSGK = apply_rope(jnp.einsum("bsd,dgk->bsgk", h_BSD, layer.key_DGK), *rope)
+    v_BSGK = jnp.einsum("bsd,dgk->bsgk", h_BSD, layer.value_DGK)
+    q_BSHK = checkpoint_name(sharding.constrain(q_BSHK, "batch", "sequence", "heads", None), "query_proj")
+    k_BSGK = checkpoint_name(sharding.constrain(k_BSGK, "batch", "sequence", "kv_heads", None), "key_proj")
+    v_BSGK = checkpoint_name(sharding.constrain(v_BSGK, "batch", "sequence", "kv_heads", None), "value_proj")
+    context_BSHK = attention(
+        q_BSHK, k_BSGK, v_BSGK, kernel=kernel, sharding=sharding, scale=config.head_dim**-0.5
+    )  # named `context` inside
+    out_BSD = jnp.einsum("bshk,dhk->bsd", context_BSHK, layer.out_DHK)
+    x_BSD = x_BSD + checkpoint_name(residual_stream(out_BSD), "out_proj")
+
+    h_BSD = rms_norm(x_BSD, layer.mlp_norm_D, config.norm_eps)
+    gate_BSF = sharding.constrain(jnp.einsum("bsd,df->bsf", h_BSD, layer.gate_DF), "batch", "sequence", "mlp")
+    up_BSF = sharding.constrain(jnp.einsum("bsd,df->bsf", h_BSD, layer.up_DF), "batch", "sequence", "mlp")
+    gate_BSF, up_BSF = checkpoint_name(gate_BSF, "mlpwi_0"), checkpoint_name(up_BSF, "mlpwi_1")
+    down_BSD = jnp.einsum("bsf,df->bsd", jax.nn.silu(gate_BSF) * up_BSF, layer.down_DF)
+    return residual_stream(x_BSD + checkpoint_name(residual_stream(down_BSD), "mlpwo"))
+
+
+def hidden_states(
+    weights: Weights[jax.Array],
+    tokens_BS: jax.Array,
+    *,
+    config: LlamaConfig,
+    sharding: Sharding,
+    kernel: str,
+    scan_layers: Callable[..., Any],
+    dtype: Any,
+) -> jax.Array:
+    """The residual stream `[batch, sequence, embed]` after the last layer and the final norm.
+
+    `scan_layers(block, x, layers, *constants, stack=name)` runs `block` over a stack of layers; what
+    it keeps, moves and recomputes is its business (`forebay.offload`).
+    """
+    x_BSD = _embed(weights.embedding_VD, tokens_BS, sharding).astype(dtype)
+    rope = rope_tables(config, tokens_BS.shape[1])
+    layer_block = functools.partial(block, config=config, sharding=sharding, kernel=kernel)
+    x_BSD = scan_layers(layer_block, x_BSD, weights.layers, rope, stack="layers")
+    return rms_norm(x_BSD, weights.final_norm_D, config.norm_eps)
+
+
+def loss(
+    weights: Weights[jax.Array],
+    batch: Mapping[str, jax.Array],
+    *,
+    config: LlamaConfig,
+    sharding: Sharding,
+    kernel: str,
+    chunking: str,
+    scan_layers: Callable[..., Any],
+    dtype: Any,
+) -> jax.Array:
+    """Mean next-token cross entropy in nats.
+
+    `batch` holds `inputs` and `targets`, int32 `[batch, sequence]`; negative targets do not count.
+    """
+    x_BSD = hidden_states(
+        weights, batch["inputs"], config=config, sharding=sharding, kernel=kernel, scan_layers=scan_layers, dtype=dtype
+    )
+    return cross_entropy(x_BSD, head(weights), batch["targets"], chunking=chunking, sharding=sharding)
+
+
+def logits(
+    weights: Weights[jax.Array], tokens_BS: jax.Array, *, config: LlamaConfig, sharding: Sharding, dtype: Any
+) -> jax.Array:
+    """Logits `[batch, sequence, vocabulary]` in float32: for sampling and tests, not for training."""
+
+    def plain_scan(block, x, layers, *constants, stack):
+        del stack
+        return jax.lax.scan(lambda x, layer: (block(layer, x, *constants), None), x, layers)[0]
+
+    x_BSD = hidden_states(
+        weights, tokens_BS, config=config, sharding=sharding, kernel="blockwise", scan_layers=plain_scan, dtype=dtype
+    )
+    return jnp.einsum("bsd,dv->bsv", x_BSD, head(weights).astype(dtype), preferred_element_type=jnp.float32)
+
+
+def head(weights: Weights[jax.Array]) -> jax.Array:
+    """The output embedding `[embed, vocabulary]`."""
+    return weights.embedding_VD.T if weights.head_DV is None else weights.head_DV
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    return sum(int(np.prod(s)) for s in jax.tree.leaves(shapes(config), is_leaf=lambda x: isinstance(x, tuple)))
+
+
+def flops_per_token(config: LlamaConfig, seq: int) -> float:
+    """Floating-point operations of one training token: forward and backward, nothing recomputed.
+
+    Two per multiply-add; backward counted as twice the forward. A weight matrix of n elements costs
+    2n; causal attention over a sequence of S costs `2 * 2 * heads * head_dim * (S + 1) / 2` per layer
+    (scores and values, the mean over positions of the keys seen). Embedding look-up, norms and
+    softmax are not counted. The convention is PaLM's (arXiv:2204.02311, appendix B) with the causal
+    half taken off.
+    """
+    D, H, G, K, F = config.embed, config.heads, config.kv_heads, config.head_dim, config.mlp
+    matrices = config.layers * (2 * D * H * K + 2 * D * G * K + 3 * D * F) + D * config.vocab
+    attention_products = config.layers * 2 * H * K * (seq + 1) / 2
+    return 3 * 2 * (matrices + attention_products)
+
+
+def _constrain_stream(x_BSD: jax.Array, *, sharding: Sharding) -> jax.Array:
+    return sharding.constrain(x_BSD, "batch", "sequence", None)
+
+
+def _embed(table_VD: jax.Array, tokens_BS: jax.Array, sharding: Sharding) -> jax.Array:
+    """Looks tokens up without gathering the table.
+
+    Each device looks up every token of its data-parallel group in the columns it holds, and the
+    devices then exchange columns for tokens: traffic is one activation, not one table, and the
+    gradient of the table is never whole on a device.
+    """
+    if sharding.mesh.size == 1:
+        return table_VD[tokens_BS]
+    held = sharding.mesh_axes("embed")
+    outer = tuple(a for a in sharding.mesh_axes("batch") if a not in held)
+    columns = jax.sharding.PartitionSpec(outer or None, None, held or None)
+    tokens_BS = jax.lax.with_sharding_constraint(
+        tokens_BS, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(outer or None, None))
+    )
+    x_BSD = jax.lax.with_sharding_constraint(table_VD[tokens_BS], jax.sharding.NamedSharding(sharding.mesh, columns))
+    return _constrain_stream(x_BSD, sharding=sharding)

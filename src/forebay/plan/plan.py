@@ -1,0 +1,179 @@
+"""The `Plan`: what stays in HBM, what moves to the host, what is recomputed."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from forebay.errors import UserError, did_you_mean
+from forebay.plan.placement import Placement, check_cover
+
+SCHEMA = "forebay.plan/1"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelId:
+    """The model a plan was made for. The fingerprint covers its sizes and the names of its activations."""
+
+    name: str
+    fingerprint: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Placements for every stack of layers, and what they were made for.
+
+    Attributes:
+        placements: where activations go, per stack and range of layers.
+        optimizer_host_fraction, parameters_host_fraction: the share of the optimizer state and of the
+            parameters that lives in host memory, 0 to 1.
+        model: the model it was made for; None for a plan that is not tied to one.
+        hardware, devices, mesh, batch, seq: the configuration it was made for; batch in sequences for
+            all devices together, seq in tokens.
+        predicted, compiled, alternatives: JSON-like, as in the plan file's format.
+        verified: whether the plan was compiled and found to fit.
+    """
+
+    placements: tuple[Placement, ...]
+    optimizer_host_fraction: float = 0.0
+    parameters_host_fraction: float = 0.0
+    model: ModelId | None = None
+    hardware: str | None = None
+    devices: int | None = None
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    batch: int | None = None
+    seq: int | None = None
+    predicted: Mapping[str, Any] | None = None
+    compiled: Mapping[str, Any] | None = None
+    verified: bool = False
+    alternatives: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self):
+        for what in ("optimizer_host_fraction", "parameters_host_fraction"):
+            if not 0.0 <= getattr(self, what) <= 1.0:
+                raise UserError(f"plan: {what} is {getattr(self, what)} and must be between 0 and 1")
+
+    def for_stack(self, stack: str) -> tuple[Placement, ...]:
+        """The placements of one stack, in order of layers."""
+        return tuple(sorted((p for p in self.placements if p.stack == stack), key=lambda p: p.layers))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything at all lives on the host."""
+        return bool(
+            self.optimizer_host_fraction
+            or self.parameters_host_fraction
+            or any(p.names("host") for p in self.placements)
+        )
+
+    def check(
+        self, stacks: Mapping[str, int], carried: Mapping[str, Iterable[str]], model: ModelId | None = None
+    ) -> "Plan":
+        """The plan, if it is one for these stacks and names.
+
+        Raises:
+            UserError: made for another model; a layer without a placement; a tensor that its stack
+                does not carry; optimizer or parameter offload, which the trainer cannot do.
+        """
+        if self.model is not None and model is not None and self.model.fingerprint != model.fingerprint:
+            raise UserError(
+                f"the plan was made for {self.model.name} (fingerprint {self.model.fingerprint}) and this is "
+                f"{model.name} ({model.fingerprint}): make a plan for this model"
+            )
+        check_cover(self.placements, stacks)
+        for placement in self.placements:
+            names = list(carried[placement.stack])
+            for tensor in placement.tensors:
+                if tensor != "*" and tensor not in names:
+                    lacking = [s for s, n in carried.items() if tensor not in set(n)]
+                    raise UserError(
+                        f"unknown tensor {tensor!r}: no activation of {', '.join(map(repr, lacking))} carries that name: "
+                        f"{did_you_mean(tensor, names)}"
+                    )
+        for what, fraction in (
+            ("optimizer state", self.optimizer_host_fraction),
+            ("parameters", self.parameters_host_fraction),
+        ):
+            if fraction:
+                raise UserError(
+                    f"the plan keeps {fraction:.0%} of the {what} on the host, which is not supported: set it to 0"
+                )
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan file's content (schema `forebay.plan/1`)."""
+        return {
+            "schema": SCHEMA,
+            "model": None if self.model is None else dataclasses.asdict(self.model),
+            "hardware": self.hardware,
+            "devices": self.devices,
+            "mesh": dict(self.mesh),
+            "batch": self.batch,
+            "seq": self.seq,
+            "placements": [
+                {"stack": p.stack, "layers": list(p.layers), "tensors": dict(p.tensors)} for p in self.placements
+            ],
+            "optimizer": {"host_fraction": self.optimizer_host_fraction},
+            "parameters": {"host_fraction": self.parameters_host_fraction},
+            "predicted": None if self.predicted is None else dict(self.predicted),
+            "compiled": None if self.compiled is None else dict(self.compiled),
+            "verified": self.verified,
+            "alternatives": [dict(a) for a in self.alternatives],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, source: str = "the plan") -> "Plan":
+        """The inverse of `to_json`.
+
+        Raises:
+            UserError: not a plan, another schema version, or a missing or malformed key; names `source`.
+        """
+        if not isinstance(data, dict) or not str(data.get("schema", "")).startswith("forebay.plan/"):
+            raise UserError(f"{source} is not a plan file: it has no schema 'forebay.plan/...'")
+        if data["schema"] != SCHEMA:
+            raise UserError(
+                f"{source} has schema {data['schema']} and this version reads {SCHEMA}: make the plan again"
+            )
+        try:
+            model = data.get("model")
+            return cls(
+                placements=tuple(
+                    Placement(p["stack"], (int(p["layers"][0]), int(p["layers"][1])), p["tensors"])
+                    for p in data["placements"]
+                ),
+                optimizer_host_fraction=float(data.get("optimizer", {}).get("host_fraction", 0.0)),
+                parameters_host_fraction=float(data.get("parameters", {}).get("host_fraction", 0.0)),
+                model=None if model is None else ModelId(model["name"], model["fingerprint"]),
+                hardware=data.get("hardware"),
+                devices=data.get("devices"),
+                mesh=dict(data.get("mesh") or {}),
+                batch=data.get("batch"),
+                seq=data.get("seq"),
+                predicted=data.get("predicted"),
+                compiled=data.get("compiled"),
+                verified=bool(data.get("verified", False)),
+                alternatives=tuple(data.get("alternatives") or ()),
+            )
+        except UserError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(f"{source} is damaged ({type(error).__name__}: {error}): make the plan again") from None
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Reads a plan file.
+
+        Raises:
+            UserError: the file is missing, is not JSON, or is not a plan of this version.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise UserError(f"cannot read the plan file {str(path)!r}: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"the plan file {str(path)!r} is not JSON ({error}): make the plan again") from None
+        return cls.from_json(data, f"the plan file {str(path)!r}")

@@ -1,0 +1,155 @@
+"""A compiled step's memory: as JSON (schema `forebay.compile/1`) and as a table on the terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forebay.hardware import Hardware
+from forebay.units import GiB, format_gib
+from forebay.xla.compile import SCHEMA, Bytes, CompiledStep
+
+
+def compile_json(
+    compiled: CompiledStep, program: Any, hardware: Hardware, memory_fraction: float | None
+) -> dict[str, Any]:
+    """What `forebay compile --json` prints. Bytes are per device.
+
+    `fits` is whether the compiler accepted the program, its device bytes are within `hbm_bytes` (the
+    memory that XLA may use, not all there is) and its host bytes within the host's.
+    """
+    hbm_bytes = hardware.usable_hbm_bytes(memory_fraction)
+    host_capacity = hardware.host.memory_bytes_per_device
+    mesh = {axis: size for axis, size in program.sharding.mesh.shape.items() if size > 1}
+    fits_host = compiled.host.total <= host_capacity
+    return {
+        "schema": SCHEMA,
+        "model": program.model.name,
+        "parameters": program.model.parameter_count,
+        "hardware": hardware.name,
+        "devices": program.sharding.mesh.size,
+        "mesh": mesh,
+        "batch": program.config.batch,
+        "seq": program.config.seq,
+        "accumulate": program.config.accumulate,
+        "dtype": program.config.dtype,
+        "placements": program.plan.to_json()["placements"],
+        "attention": program.kernel.compiled,
+        "hbm_bytes": hbm_bytes,
+        "hbm_total_bytes": hardware.hbm_bytes,
+        "host_capacity_bytes": host_capacity,
+        "fits": compiled.refused is None and compiled.device.total <= hbm_bytes and fits_host,
+        "fits_host": fits_host,
+        "refused": compiled.refused,
+        "device_bytes": _bytes_json(compiled.device),
+        "host_bytes": {k: v for k, v in _bytes_json(compiled.host).items() if k not in ("output", "aliased")},
+        "peak": [{"name": r.name, "kind": r.kind, "bytes": r.num_bytes} for r in compiled.peak_rows("device")],
+        "host_peak": [{"name": r.name, "kind": r.kind, "bytes": r.num_bytes} for r in compiled.peak_rows("host")],
+        "transfers": [
+            {
+                "name": t.name, "stack": t.stack, "direction": t.direction, "where": t.where, "bytes": t.num_bytes,
+                "count": t.count, "window": t.window,
+            }
+            for t in compiled.transfers
+        ],
+        "remat_clones": compiled.remat_clones,
+        "lower_time_s": compiled.lower_time_s,
+        "compile_time_s": compiled.compile_time_s,
+        "versions": dict(compiled.versions),
+        "notes": program.notes(),
+    }  # fmt: skip
+
+
+def print_compiled(report: Mapping[str, Any], console: Console | None = None) -> None:
+    """The table of `compile_json`'s result."""
+    console = console or Console()
+    mesh = ",".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one device"
+    console.print(
+        f"[bold]{report['model']}[/bold] ({report['parameters'] / 1e9:,.2f} B parameters) on "
+        f"{report['devices']} x {report['hardware']} ({mesh}), batch {report['batch']} x {report['seq']}"
+        + (f" in {report['accumulate']} microbatches" if report["accumulate"] > 1 else ""),
+        highlight=False,
+    )
+    for placement in report["placements"]:
+        console.print(f"  {describe_placement(placement)}", highlight=False, style="dim")
+    console.print()
+    console.print(_peak_table(report["peak"], "HBM at the peak, per device", report["device_bytes"]["total"]))
+    device = report["device_bytes"]
+    console.print(
+        f"arguments {format_gib(device['arguments'])}, temporaries {format_gib(device['temporaries'])}, "
+        f"output {format_gib(device['output'])} of which {format_gib(device['aliased'])} aliased",
+        style="dim", highlight=False,
+    )  # fmt: skip
+    if report["host_peak"]:
+        console.print()
+        console.print(_peak_table(report["host_peak"], "Host memory, per device", report["host_bytes"]["total"]))
+    console.print()
+    if report["remat_clones"]:
+        console.print(
+            f"[yellow]the compiler recomputes {report['remat_clones']} instructions of its own accord (.remat), "
+            f"because it counts more memory than it believes there is[/yellow]"
+        )
+    for note in report["notes"]:
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    _print_verdict(report, console)
+
+
+def describe_placement(placement: Mapping[str, Any]) -> str:
+    """One range of a plan in one line."""
+    first, past_last = placement["layers"]
+    by_where: dict[str, list[str]] = {}
+    for name, where in placement["tensors"].items():
+        by_where.setdefault(where, []).append("everything" if name == "*" else name)
+    parts = [f"{where}: {', '.join(names)}" for where, names in by_where.items()]
+    return f"{placement['stack']} {first}:{past_last}  " + (
+        "; ".join(parts) or "everything recomputed from the layer's input"
+    )
+
+
+def _peak_table(rows: Any, title: str, total: int) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=True)
+    table.add_column("kind", style="cyan")
+    table.add_column("what")
+    table.add_column("GiB", justify="right")
+    table.add_column("", justify="left")
+    small = [r for r in rows if r["bytes"] < 0.005 * GiB]
+    for row in rows:
+        if row["bytes"] >= 0.005 * GiB:
+            bar = Text("█" * round(30 * row["bytes"] / total), style="blue")
+            table.add_row(row["kind"], row["name"], f"{row['bytes'] / GiB:,.2f}", bar)
+    if small:
+        table.add_row("other", f"{len(small)} smaller", f"{sum(r['bytes'] for r in small) / GiB:,.2f}", "")
+    table.add_section()
+    table.add_row("", "total", f"{total / GiB:,.2f}", "", style="bold")
+    return table
+
+
+def _print_verdict(report: Mapping[str, Any], console: Console) -> None:
+    total, hbm = report["device_bytes"]["total"], report["hbm_bytes"]
+    seconds = f"compiled in {report['lower_time_s'] + report['compile_time_s']:.1f} s"
+    machine = f"{report['hardware']} has {format_gib(report['hbm_total_bytes'])}"
+    line = f"{format_gib(total)} of the {format_gib(hbm)} that XLA may use ({machine})"
+    host = ""
+    if report["host_bytes"]["total"]:
+        capacity = report["host_capacity_bytes"]
+        of = f" of {format_gib(capacity)}" if capacity else ""
+        host = f"; host {format_gib(report['host_bytes']['total'])}{of}"
+    if report["fits"]:
+        console.print(f"[bold green]fits[/bold green]: {line}{host}; {seconds}", highlight=False)
+        return
+    if not report["fits_host"]:
+        why = "the host's memory does not suffice"
+    elif report["refused"]:
+        why = f"the compiler refused it ({report['refused']})"
+    else:
+        why = f"{format_gib(total - hbm)} too much"
+    console.print(f"[bold red]does not fit[/bold red]: {why}: {line}{host}; {seconds}", highlight=False)
+
+
+def _bytes_json(b: Bytes) -> dict[str, int]:
+    return {
+        "arguments": b.arguments, "temporaries": b.temporaries, "output": b.output, "aliased": b.aliased,
+        "total": b.total,
+    }  # fmt: skip

@@ -1,0 +1,43 @@
+"""Reading and printing sizes. Bytes are printed in GiB, links in GB/s."""
+
+import re
+
+from forebay.errors import UserError
+
+KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """A number of bytes from `170GiB`, `1.5 TB`, `4096`. Units are decimal unless they carry an `i`.
+
+    Raises `UserError` for anything else, and for negative sizes.
+    """
+    if isinstance(text, int | float):
+        value, unit = float(text), ""
+    else:
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+        if match is None or match[2].lower() not in _UNITS:
+            raise UserError(f"cannot read {text!r} as a size: write it like 170GiB, 80GB or a number of bytes")
+        value, unit = float(match[1]), match[2].lower()
+    if value < 0:
+        raise UserError(f"a size cannot be negative: {text!r}")
+    return round(value * _UNITS[unit])
+
+
+def format_gib(num_bytes: float, digits: int = 2) -> str:
+    """`num_bytes` as GiB, the unit of every memory table here."""
+    return f"{num_bytes / GiB:,.{digits}f} GiB"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` in the largest binary unit that keeps it at or above one."""
+    for unit, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:,.2f} {unit}"
+    return f"{num_bytes:,.0f} B"

@@ -1,0 +1,185 @@
+"""Compiling a step with the real XLA compiler, and what the result says of its memory.
+
+Sizes come from the compiler's buffer assignment. `memory_analysis()` agrees with it on GPU; on TPU its
+temporaries are too large wherever there is a loop (a program it puts at 133 GiB compiles for a v5p of
+95 GiB, and one is refused exactly when the assignment exceeds the memory), so it is not used.
+"""
+
+import dataclasses
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from forebay.errors import UserError
+from forebay.xla.buffers import Assignment, read_assignment
+from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, arrays_of, parse_module
+from forebay.xla.memory import Row, memory_rows
+
+SCHEMA = "forebay.compile/1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Sizes on one device, in bytes: a step's arguments, temporaries, and outputs, and what of these is one memory."""
+
+    arguments: int
+    temporaries: int
+    output: int
+    aliased: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.temporaries + self.output - self.aliased
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Copies of one tensor between device and host in a step: `count` of `num_bytes` each, per device.
+
+    `window` is the share of a layer's work between a copy's start and its end; None where it has not
+    been determined.
+    """
+
+    name: str
+    stack: str
+    direction: str  # "d2h" | "h2d"
+    where: str  # "loop" | "boundary" | "update"
+    num_bytes: int
+    count: int
+    window: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler made of a step. Bytes are per device."""
+
+    device: Bytes
+    host: Bytes
+    rows: tuple[Row, ...]
+    transfers: tuple[Transfer, ...]
+    remat_clones: int
+    compile_time_s: float
+    lower_time_s: float
+    refused: str | None
+    """The compiler's message where it refused the program for lack of memory; sizes are still those it found."""
+    versions: Mapping[str, str]
+
+    def peak_rows(self, memory: str) -> tuple[Row, ...]:
+        """The rows of `device` or `host` memory; those of the device add up to `device.total`."""
+        return tuple(r for r in self.rows if r.memory == memory)
+
+
+def compile_step(
+    step: Any,
+    args: tuple[Any, ...],
+    *,
+    weight_shapes: Collection[tuple[int, ...]] = (),
+    options: Mapping[str, Any] | None = None,
+    save_hlo: Path | None = None,
+) -> CompiledStep:
+    """Compiles a jitted function for the devices of its shardings and reads the result.
+
+    Args:
+        step: the result of `jax.jit`, with shardings over present or compile-only devices.
+        args: abstract arguments.
+        weight_shapes: shapes of the weights on one device, by which their gradients are recognised.
+        options: compiler options for this compile, flag names without the leading dashes.
+        save_hlo: where to write the optimised, scheduled HLO text.
+
+    Raises:
+        UserError: the compiler refuses an option, or does not say what its memory holds.
+    """
+    start = time.perf_counter()
+    lowered = step.lower(*args)
+    lowered_at = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="forebay-xla-") as folder:
+        dump = Path(folder)
+        dump_options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        refused = text = None
+        try:
+            text = lowered.compile(compiler_options=dict(options or {}) | dump_options).as_text()
+        except Exception as error:  # jax raises its own runtime error, whose class moves between versions
+            refused = _refusal(error)
+        compiled_at = time.perf_counter()
+        if text is None:
+            text = _dumped_hlo(dump)
+        module = parse_module(text)
+        assignment = read_assignment(dump, module)
+    if save_hlo is not None:
+        save_hlo.write_text(text)
+    return CompiledStep(
+        device=_bytes(assignment, module, 0),
+        host=_bytes(assignment, module, HOST_MEMORY_SPACE),
+        rows=tuple(memory_rows(assignment, module, weight_shapes)),
+        transfers=tuple(_transfers(assignment)),
+        remat_clones=sum(bool(re.search(r"\.remat\d*(\.|$)", i.name)) for i in module.instructions()),
+        compile_time_s=compiled_at - lowered_at,
+        lower_time_s=lowered_at - start,
+        refused=refused,
+        versions=versions(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what a compile depends on."""
+    found = {}
+    for package in ("forebay", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "libtpu"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _refusal(error: Exception) -> str:
+    """The one line of an out-of-memory error; other errors are raised again."""
+    message = str(error)
+    if "RESOURCE_EXHAUSTED" in message:
+        return next(line for line in message.splitlines() if line.strip()).strip()
+    if "No such compile option" in message or "compiler option" in message.lower():
+        raise UserError(f"this build of XLA refuses a compiler option: {message.splitlines()[0]}") from None
+    raise error
+
+
+def _dumped_hlo(dump: Path) -> str:
+    found = sorted(dump.glob("*after_optimizations*.txt"), key=lambda p: p.stat().st_size)
+    found = [p for p in found if p.read_text(errors="replace").startswith("HloModule")]
+    if not found:
+        raise UserError(
+            "the compiler refused the program for lack of memory before it said how much it needs: make it smaller"
+        )
+    return found[-1].read_text()
+
+
+def _bytes(assignment: Assignment, module: Module, memory_space: int) -> Bytes:
+    here = [a for a in assignment.allocations if a.memory_space == memory_space]
+    arguments = sum(a.num_bytes for a in here if a.kind == "parameter")
+    aliased = sum(a.num_bytes for a in here if a.kind == "parameter" and a.live_out)
+    outputs = sum(a.num_bytes for a in here if a.kind == "output")
+    temporaries = sum(a.num_bytes for a in here if a.kind == "temporary")
+    return Bytes(arguments, temporaries, outputs + aliased, aliased)
+
+
+def _transfers(assignment: Assignment) -> list[Transfer]:
+    """Every residual that the layer scan keeps on the host goes out once and comes back once."""
+    counts: dict[tuple[str, str, int], int] = defaultdict(int)
+    for allocation in assignment.allocations:
+        if not allocation.on_host:
+            continue
+        seen = set()
+        for value in allocation.values:
+            saved = re.search(r"\bsave:([^/:]+):([\w.\-]+)", assignment.origins.get(value.id, ""))
+            if saved and (value.offset, value.num_bytes) not in seen:
+                seen.add((value.offset, value.num_bytes))
+                layers = arrays_of(value.shape)[0].dims[0]
+                counts[saved[2], saved[1], value.num_bytes // layers] += layers
+    return [
+        Transfer(name, stack, direction, "loop", size, count)
+        for direction in ("d2h", "h2d")
+        for (name, stack, size), count in sorted(counts.items(), key=lambda item: -item[0][2])
+    ]

@@ -1,0 +1,332 @@
+"""`scan_layers` against the plain `lax.scan` without checkpointing: a plan never changes a number."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from parity import assert_same, normal, place, placements, plain, quick_jit, summed
+
+from forebay.errors import UserError
+from forebay.offload import scan_layers
+from forebay.plan.placement import Placement
+from forebay.plan.plan import Plan
+
+D = 4
+
+
+def check(block, plan, *args):
+    """Value and gradients by every floating-point leaf of `args` = x, layers, *constants."""
+    leaves, tree = jax.tree.flatten(args)
+    inexact = [i for i, v in enumerate(leaves) if jnp.issubdtype(v.dtype, jnp.inexact)]
+
+    def run(scan):
+        def loss(values):
+            everything = list(leaves)
+            for i, v in zip(inexact, values, strict=True):
+                everything[i] = v
+            return summed(scan(*jax.tree.unflatten(tree, everything)))
+
+        return quick_jit(jax.value_and_grad(loss))([leaves[i] for i in inexact])
+
+    ours = run(lambda x, layers, *c: scan_layers(block, plan, x, layers, *c))
+    assert_same(ours, run(functools.partial(plain, block)))
+    assert all(np.asarray(g, np.float32).any() for g in ours[1]), "a gradient of zero proves nothing"
+
+
+# ------------------------------------------------------------------ a small block with every kind of name
+
+
+def block(layer, x, constant):
+    """`u` is needed by the backward pass, `v` made of it, `last` is not a residual."""
+    u = checkpoint_name(x @ layer["w"], "u")
+    v = checkpoint_name(jnp.sin(u) * constant, "v")
+    return x + checkpoint_name(0.5 * v + layer["b"], "last")
+
+
+def example(layers):
+    return normal(1, 2, D), {"w": 0.3 * normal(2, layers, D, D), "b": 0.1 * normal(3, layers, D)}, normal(4, D)
+
+
+@functools.cache
+def _reference(layers):
+    x, weights, constant = example(layers)
+
+    def loss(x, weights, constant):
+        return summed(plain(block, x, weights, constant))
+
+    return quick_jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, weights, constant)
+
+
+def run_small(plan, layers):
+    def loss(x, weights, constant):
+        return summed(scan_layers(block, plan, x, weights, constant))
+
+    return quick_jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*example(layers))
+
+
+@hypothesis.given(data=st.data(), layers=st.integers(1, 5))
+def test_random_plans_change_nothing(data, layers):
+    plan = data.draw(placements(layers, ["u", "v", "last"]))
+    assert_same(run_small(plan, layers), _reference(layers))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 15, 16, 17])
+@pytest.mark.parametrize("cut", [False, True], ids=["one range", "two ranges"])
+def test_trip_counts_around_those_that_pipelining_got_wrong(layers, cut):
+    middle = layers // 2 if cut else 0
+    ranges = [(0, middle, {"u": "host"})] * (middle > 0) + [(middle, layers, {"u": "device", "v": "host"})]
+    assert_same(run_small(place(*ranges), layers), _reference(layers))
+
+
+def test_a_plan_gives_the_ranges_of_its_stack_in_order():
+    plan = Plan((*place((2, 3, {}), (0, 2, {"u": "host"})), Placement("others", (0, 9), {})))
+    x, weights, constant = example(3)
+    value = summed(scan_layers(block, plan, x, weights, constant, stack="layers"))
+    assert_same(value, _reference(3)[0])
+
+
+def test_the_value_without_gradients():
+    assert_same(summed(scan_layers(block, place((0, 3, {"u": "host"})), *example(3))), _reference(3)[0])
+
+
+# ------------------------------------------------------------------ what a carry, a layer, a constant may be
+
+EVERYWHERE = [{}, {"h": "device"}, {"h": "host"}, {"*": "device"}]
+
+
+@pytest.mark.parametrize("tensors", EVERYWHERE, ids=str)
+def test_a_carry_of_several_arrays_of_which_one_counts(tensors):
+    def count_and_mix(w, carry):
+        h = checkpoint_name(jnp.tanh(carry["x"] @ w), "h")
+        return {"x": h * carry["n"] + carry["y"], "y": carry["y"] * 0.5 + h, "n": carry["n"] + 1}
+
+    carry = {"x": normal(1, 2, D), "y": normal(2, 2, D), "n": jnp.int32(1)}
+    check(count_and_mix, place((0, 2, tensors), (2, 3, {})), carry, 0.5 * normal(3, 3, D, D))
+
+
+@pytest.mark.parametrize("typed", [True, False], ids=["key array", "uint32 key data"])
+@pytest.mark.parametrize("tensors", EVERYWHERE, ids=str)
+def test_dropout_with_a_key_for_each_layer(typed, tensors):
+    def dropout(layer, x):
+        w, key = layer
+        key = key if typed else jax.random.wrap_key_data(key)
+        h = checkpoint_name(x @ w, "h")
+        return x + jnp.sin(h) * jax.random.bernoulli(key, 0.5, h.shape)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = (normal(1, 3, D, D), keys if typed else jax.random.key_data(keys))
+    check(dropout, place((0, 3, tensors)), normal(2, 2, D), layers)
+
+
+@pytest.mark.parametrize("tensors", [{}, {"h": "host"}], ids=str)
+def test_a_key_in_the_carry(tensors):
+    def dropout(w, carry):
+        x, key = carry
+        key, now = jax.random.split(key)
+        h = checkpoint_name(x @ w, "h")
+        return x + jnp.sin(h) * jax.random.bernoulli(now, 0.5, h.shape), key
+
+    check(dropout, place((0, 3, tensors)), (normal(2, 2, D), jax.random.key(1)), normal(1, 3, D, D))
+
+
+@pytest.mark.parametrize("tensors", EVERYWHERE, ids=str)
+def test_integers_among_the_weights_and_the_constants(tensors):
+    def scaled(layer, x, table):
+        h = checkpoint_name(jnp.sin(x @ layer["w"]), "h")
+        return x + h * table["scale"][layer["row"]] + table["shift"]
+
+    layers = {"w": normal(1, 3, D, D), "row": jnp.asarray([2, 0, 1])}
+    table = {"scale": normal(3, 3, D), "shift": jnp.asarray([1, 0, 2, 0])}
+    check(scaled, place((0, 3, tensors)), normal(2, 2, D), layers, table)
+
+
+@pytest.mark.parametrize("tensors", EVERYWHERE, ids=str)
+def test_float32_weights_of_a_bfloat16_block(tensors):
+    def mixed(layer, x, constant):
+        h = checkpoint_name(x @ layer["w"].astype(x.dtype), "h")
+        return x + jnp.sin(h) * constant.astype(x.dtype)
+
+    args = (normal(1, 2, D).astype(jnp.bfloat16), {"w": normal(2, 3, D, D)}, normal(3, D))
+
+    def run(scan):
+        return quick_jit(jax.grad(lambda *a: summed(scan(mixed, *a)), argnums=(0, 1, 2)))(*args)
+
+    ours = run(lambda b, x, *rest: scan_layers(b, place((0, 3, tensors)), x, *rest))
+    assert [g.dtype for g in jax.tree.leaves(ours)] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(run(plain)), strict=True):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert np.abs(a - e).max() <= 2e-2 * np.abs(e).max()
+
+
+@pytest.mark.parametrize("argnums", [0, 1, 2, (0, 1), (1, 2)])
+def test_differentiation_by_some_of_the_arguments(argnums):
+    def run(scan):
+        return quick_jit(jax.grad(lambda *a: summed(scan(*a)), argnums))(*example(3))
+
+    ours = run(lambda *a: scan_layers(block, place((0, 3, {"u": "host"})), *a))
+    assert_same(ours, run(lambda *a: plain(block, *a)))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("second", [0, 1, 2])
+def test_a_jitted_function_differentiated_twice_by_different_arguments(first, second):
+    args = example(3)
+    loss = jax.jit(lambda *a: summed(scan_layers(block, place((0, 3, {"u": "host"})), *a)))
+
+    def by(argnum):
+        return jax.vjp(lambda v: loss(*args[:argnum], v, *args[argnum + 1 :]), args[argnum])[1]
+
+    pullbacks = [by(first), by(second)]  # both forward passes before either backward pass
+    for argnum, pull in zip((first, second), pullbacks, strict=True):
+        assert_same(pull(jnp.float32(1))[0], _reference(3)[1][argnum])
+
+
+def test_a_scan_inside_a_scan():
+    inner_plan = place((0, 2, {"u": "host"}), (2, 3, {"v": "device"}))
+    x, weights, constant = example(3)
+    outer = jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), weights)
+
+    def stage(scan):
+        return lambda layers, x, constant: scan(x, layers, constant)
+
+    def gradient(scan, block):
+        return quick_jit(jax.grad(lambda w: summed(scan(block, x, w, constant))))(outer)
+
+    ours = stage(lambda *a: scan_layers(block, inner_plan, *a))
+    outer_plan = place((0, 1, {}), (1, 2, {"*": "device"}))
+    expected = gradient(plain, stage(functools.partial(plain, block)))
+    assert_same(gradient(lambda b, *a: scan_layers(b, outer_plan, *a), ours), expected)
+    assert_same(gradient(plain, ours), expected)
+
+
+def test_inside_a_checkpoint_and_a_vmap():
+    x, weights, constant = example(3)
+    batch = jnp.stack([x, -2 * x])
+
+    def run(scan):
+        per_example = jax.checkpoint(lambda x: summed(scan(x, weights, constant)))
+        return quick_jit(jax.vmap(jax.grad(per_example)))(batch)
+
+    ours = run(lambda *a: scan_layers(block, place((0, 3, {"u": "device"})), *a))
+    assert_same(ours, run(lambda *a: plain(block, *a)))
+
+
+def test_an_array_closed_over_that_is_not_differentiated():
+    @jax.jit
+    def ours(weights, mask):
+        def masked(layer, x, constant):
+            return block(layer, x * mask, constant)
+
+        x, _, constant = example(3)
+        return jax.grad(lambda w: summed(scan_layers(masked, place((0, 3, {"u": "host"})), x, w, constant)))(weights)
+
+    x, weights, constant = example(3)
+    mask = jnp.asarray([1.0, 0.0, 1.0, 2.0])
+    expected = jax.grad(lambda w: summed(plain(lambda lay, x, c: block(lay, x * mask, c), x, w, constant)))(weights)
+    assert_same(ours(weights, mask), expected)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_array_closed_over_that_is_differentiated_is_never_silently_wrong(jit):
+    x, weights, constant = example(3)
+
+    def loss(constant):
+        return summed(scan_layers(lambda layer, x: block(layer, x, constant), place((0, 3, {})), x, weights))
+
+    gradient = jax.grad(loss)
+    try:
+        found = (jax.jit(gradient) if jit else gradient)(constant)
+    except (jax.errors.UnexpectedTracerError, UserError):
+        return  # jax's own refusal
+    assert_same(found, _reference(3)[1][2])
+
+
+# ------------------------------------------------------------------ other derivatives
+
+
+def test_second_derivatives_of_a_plan_that_moves_nothing():
+    x, weights, constant = example(2)
+
+    def run(scan):
+        def inner(x):
+            return (jax.grad(lambda x: summed(scan(x, weights, constant)))(x) ** 2).sum()
+
+        return quick_jit(jax.grad(inner))(x)
+
+    ours = run(lambda *a: scan_layers(block, place((0, 2, {"u": "device"})), *a))
+    expected = run(lambda *a: plain(block, *a))
+    assert np.abs(ours - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_forward_mode_is_refused():
+    x, weights, constant = example(2)
+
+    def run(x):
+        return scan_layers(block, place((0, 2, {})), x, weights, constant)
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(run, (x,), (x,))
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [(), ((0, 2),), ((1, 3),), ((0, 4),), ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((2, 3), (0, 2))],
+    ids=["nothing", "end lacks", "start lacks", "too many", "gap", "overlap", "order"],
+)
+def test_placements_that_do_not_cover_the_layers_once_and_in_order(ranges):
+    with pytest.raises(UserError, match="cover 0:3") as error:
+        scan_layers(block, place(*((a, b, {}) for a, b in ranges)), *example(3))
+    assert "\n" not in str(error.value)
+
+
+def test_a_plan_without_the_stack():
+    with pytest.raises(UserError, match="cover 0:3"):
+        scan_layers(block, Plan(place((0, 3, {}))), *example(3), stack="decoder")
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (lambda w, x: x[:, :2], r"float32\[2, 4\] into float32\[2, 2\]"),
+        (lambda w, x: x.astype(jnp.bfloat16), r"float32\[2, 4\] into bfloat16\[2, 4\]"),
+        (lambda w, x: (x,), "same structure"),
+        (lambda w, x: {"x": x}, "same structure"),
+    ],
+    ids=["shape", "dtype", "tuple", "dict"],
+)
+def test_a_block_that_changes_its_carry(bad, says):
+    x, weights, _ = example(3)
+    with pytest.raises(UserError, match=says) as error:
+        scan_layers(bad, place((0, 3, {})), x, weights)
+    assert "\n" not in str(error.value)
+
+
+def test_the_leaf_that_changes_is_named():
+    x, weights, _ = example(3)
+    carry = {"x": x, "count": jnp.int32(0)}
+    with pytest.raises(UserError, match=r"\['count'\] from int32\[\] into float32\[\]"):
+        scan_layers(lambda w, c: c | {"count": c["count"] + 0.5}, place((0, 3, {})), carry, weights)
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ((normal(1, 3, D), normal(2, 2, D)), "'2', '3'"),
+        ((normal(1, 3, D), jnp.float32(1)), "'3', 'None'"),
+        ((), "leading dimensions"),
+        (normal(1, 0, D), "'0'"),
+    ],
+    ids=["differ", "scalar", "no arrays", "no layers"],
+)
+def test_layers_that_are_not_stacked(layers, says):
+    with pytest.raises(UserError, match=says) as error:
+        scan_layers(lambda w, x: x, place((0, 3, {})), normal(3, 2, D), layers)
+    assert "\n" not in str(error.value)
