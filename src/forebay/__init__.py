@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from forebay.errors import UserError
     from forebay.hardware import Hardware, get_hardware
     from forebay.offload import name, scan_layers
-    from forebay.plan import Placement, Plan
+    from forebay.planner import Placement, Plan
     from forebay.xla.compile import CompiledStep, compile_step
 
 __all__ = [
@@ -28,8 +28,8 @@ __all__ = [
 _HOME = {
     "CompiledStep": "forebay.xla.compile",
     "Hardware": "forebay.hardware",
-    "Placement": "forebay.plan",
-    "Plan": "forebay.plan",
+    "Placement": "forebay.planner",
+    "Plan": "forebay.planner",
     "UserError": "forebay.errors",
     "compile_step": "forebay.xla.compile",
     "get_hardware": "forebay.hardware",

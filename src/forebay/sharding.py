@@ -60,7 +60,7 @@ def parse_mesh(text: str, device_count: int) -> dict[str, int]:
             raise unknown("mesh axis", axis, MESH_AXES)
         if axis in sizes:
             raise UserError(f"mesh {text!r} gives the axis {axis!r} twice: give each axis one size")
-        if not size.isdigit() or int(size) < 1:
+        if not (size.isascii() and size.isdigit()) or int(size) < 1:
             raise UserError(f"mesh {text!r}: the size of {axis!r} must be a positive whole number, as in fsdp=8")
         sizes[axis] = int(size)
     total = math.prod(sizes.values())
@@ -138,5 +138,6 @@ class Sharding:
 
 
 def single_device(device: Any | None = None) -> Sharding:
-    """The table on a mesh of one device."""
-    return Sharding(make_mesh({}, [device or jax.devices()[0]]))
+    """The table on a mesh of one device, by default the first there is."""
+    devices = np.asarray([device or jax.devices()[0]], dtype=object)
+    return Sharding(Mesh(devices.reshape([1] * len(MESH_AXES)), MESH_AXES))

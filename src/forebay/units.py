@@ -1,6 +1,8 @@
 """Reading and printing sizes. Bytes are printed in GiB, links in GB/s."""
 
+import math
 import re
+from fractions import Fraction
 
 from forebay.errors import UserError
 
@@ -19,12 +21,14 @@ def parse_bytes(text: str | int | float) -> int:
     Raises `UserError` for anything else, and for negative sizes.
     """
     if isinstance(text, int | float):
-        value, unit = float(text), ""
+        if not math.isfinite(text):
+            raise UserError(f"cannot read {text!r} as a size: write it like 170GiB, 80GB or a number of bytes")
+        value, unit = Fraction(text), ""
     else:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
         if match is None or match[2].lower() not in _UNITS:
             raise UserError(f"cannot read {text!r} as a size: write it like 170GiB, 80GB or a number of bytes")
-        value, unit = float(match[1]), match[2].lower()
+        value, unit = Fraction(match[1]), match[2].lower()
     if value < 0:
         raise UserError(f"a size cannot be negative: {text!r}")
     return round(value * _UNITS[unit])

@@ -13,7 +13,7 @@ from parity import assert_same, placements, plain, quick_jit
 from forebay.models.llama import LlamaConfig, RopeScaling
 from forebay.models.llama import model as llama
 from forebay.offload import scan_layers
-from forebay.plan.placement import PRESETS, parse_placement
+from forebay.planner.placement import PRESETS, parse_placement
 from forebay.sharding import single_device
 
 _LLAMA = LlamaConfig(vocab=32, embed=16, layers=3, heads=4, kv_heads=2, head_dim=4, mlp=24, rope_scaling=RopeScaling())

@@ -42,7 +42,8 @@ def example(ignored=0.25, dtype=jnp.float32, shape=(B, S, D, V)):
 
 def ours(chunking, sharding=None):
     loss = functools.partial(cross_entropy, chunking=chunking, sharding=sharding or single_device())
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), compiler_options=options)
 
 
 def assert_close(actual, expected, tolerance=2e-6):

@@ -24,6 +24,7 @@ class HardwareArgs:
 
 
 Config = HardwareArgs
+POSITIONAL = "name"
 
 
 def run(args: HardwareArgs) -> int:

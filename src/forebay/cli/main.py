@@ -1,5 +1,6 @@
 """`forebay VERB ...`: finds the verb's module, parses its arguments, runs it, turns errors into exit codes."""
 
+import glob
 import importlib
 import os
 import sys
@@ -46,6 +47,7 @@ def _run(argv: list[str]) -> int:
     if verb not in VERBS:
         raise unknown("verb", verb, VERBS)
 
+    _choose_platform(verb)
     from forebay.xla.flags import check_xla_flags
 
     check_xla_flags()
@@ -53,9 +55,30 @@ def _run(argv: list[str]) -> int:
 
     module = importlib.import_module(f"forebay.cli.{verb}")
     config = parse(
-        module.Config, argv[1:], prog=f"forebay {verb}", description=VERBS[verb], also=getattr(module, "ALSO", ())
+        module.Config,
+        argv[1:],
+        prog=f"forebay {verb}",
+        description=VERBS[verb],
+        also=getattr(module, "ALSO", ()),
+        positional=getattr(module, "POSITIONAL", None),
     )
     return module.run(config)
+
+
+def _choose_platform(verb: str) -> None:
+    """Keeps jax from looking for accelerators that are not wanted or not there.
+
+    Compiling needs no device and should not take one's memory. A compiler that is installed for machines
+    that are not there (extra `aot`) would otherwise complain at length that they are not.
+    """
+    if verb == "compile" or (
+        "JAX_PLATFORMS" not in os.environ
+        and not any(
+            glob.glob(pattern)
+            for pattern in ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/dxg", "/dev/kfd")
+        )
+    ):
+        os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def _usage() -> str:

@@ -5,6 +5,7 @@ docstring; `--config FILE` reads a YAML file of the same keys; a flag wins over 
 """
 
 import dataclasses
+import itertools
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +18,17 @@ from forebay.errors import UserError, unknown
 
 
 def parse[T](
-    config_class: type[T], argv: Sequence[str], *, prog: str, description: str, also: Sequence[type] = ()
+    config_class: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    also: Sequence[type] = (),
+    positional: str | None = None,
 ) -> T:
     """`argv` as a `config_class`.
+
+    A flag of type bool may stand alone. A first argument that is no flag is the field `positional`.
 
     Files given by `--config` are read first, in order; flags override them. Keys of a file that belong
     to one of `also` (other verbs' dataclasses) and not to `config_class` are passed over, so that a
@@ -34,6 +43,9 @@ def parse[T](
         "--config", metavar="FILE", help="a YAML file of these keys; flags override it; may be repeated"
     )
     arguments, files = _split_config_flags(argv)
+    if positional is not None and arguments and not arguments[0].startswith("-"):
+        arguments.insert(0, f"--{positional}")
+    arguments = _complete_switches(arguments, config_class)
     _check_flags(arguments, config_class)
     values: dict[str, Any] = {}
     for file in files:
@@ -96,6 +108,17 @@ def _split_config_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(argument)
     return rest, files
+
+
+def _complete_switches(arguments: Sequence[str], config_class: type) -> list[str]:
+    """`--json` as `--json true`."""
+    switches = {f"--{name}" for name, kind in _fields(config_class).items() if kind is bool}
+    completed = []
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
+        completed.append(argument)
+        if argument in switches and str(following).lower() not in ("true", "false"):
+            completed.append("true")
+    return completed
 
 
 def _fields(config_class: type) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 # jax's primitive behind `jax.ad_checkpoint.checkpoint_name`
 _NAME = "name"
 # primitives that hand on a value without being its origin
+_LOOPS = ("scan", "while")
 _TRANSPARENT = ("device_put", "reduce_precision", "sharding_constraint", "optimization_barrier")
 
 
@@ -82,13 +83,23 @@ def block_names(block: Callable[..., Any], layer: Any, x: Any, *constants: Any) 
 def input_names(block: Callable[..., Any], layer: Any, x: Any, *constants: Any) -> tuple[str, ...]:
     """The names that the block gives to its own carry `x`, unchanged."""
     jaxpr = jax.make_jaxpr(block)(layer, x, *constants).jaxpr
-    invars = {v: i for i, v in enumerate(jaxpr.invars)}
     x_leaves = range(len(jax.tree.leaves(layer)), len(jax.tree.leaves((layer, x))))
-    return tuple(
-        eqn.params["name"]
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == _NAME and _origin(jaxpr, eqn.invars[0], invars).argument in x_leaves
-    )
+    return tuple(dict.fromkeys(_names_of(jaxpr, {v: i for i, v in enumerate(jaxpr.invars) if i in x_leaves})))
+
+
+def _names_of(jaxpr: Any, wanted: dict[Any, int]) -> Iterable[str]:
+    """Names given, here or in a nested function, to the input variables in `wanted`."""
+    invars = {v: i for i, v in enumerate(jaxpr.invars)}
+    wanted_indices = set(wanted.values())
+    for eqn in jaxpr.eqns:
+        origins = [_origin(jaxpr, v, invars).argument for v in eqn.invars]
+        if eqn.primitive.name == _NAME and origins[0] in wanted_indices:
+            yield eqn.params["name"]
+        inner = _inner(eqn)
+        if inner is not None and eqn.primitive.name not in _LOOPS:
+            passed = {inner.invars[k]: k for k, origin in enumerate(origins) if origin in wanted_indices}
+            if passed:
+                yield from _names_of(inner, passed)
 
 
 def _names(jaxpr: Any) -> Iterable[str]:
@@ -118,16 +129,25 @@ def _origin(jaxpr: Any, var: Any, invars: dict[Any, int]) -> Residual:
         if eqn.primitive.name in _TRANSPARENT:
             var = eqn.invars[eqn.outvars.index(var)]
             continue
-        inner = next((p for p in eqn.params.values() if _is_jaxpr(p)), None)
-        inner = getattr(inner, "jaxpr", inner)
-        if inner is not None and len(inner.outvars) == len(eqn.outvars) and len(inner.invars) == len(eqn.invars):
+        inner = _inner(eqn)
+        if inner is not None:
             found = _origin(inner, inner.outvars[eqn.outvars.index(var)], {v: i for i, v in enumerate(inner.invars)})
+            if found.argument is not None and eqn.primitive.name in _LOOPS:
+                break  # what enters one iteration is not what entered the loop
             if found.argument is None:
                 return dataclasses.replace(found, shape=shape, dtype=dtype)
             var = eqn.invars[found.argument]
             continue
         break
     return Residual(None, None, shape, dtype)
+
+
+def _inner(eqn: Any) -> Any:
+    """The jaxpr of an equation that calls a function on its own inputs and returns its results, else None."""
+    inner = next((p for p in eqn.params.values() if _is_jaxpr(p)), None)
+    inner = getattr(inner, "jaxpr", inner)
+    called = inner is not None and len(inner.outvars) == len(eqn.outvars) and len(inner.invars) == len(eqn.invars)
+    return inner if called else None
 
 
 def _itemsize(dtype: Any) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from forebay.plan.placement import EVERYTHING, Placement
+from forebay.planner.placement import EVERYTHING, Placement
 
 DEVICE_MEMORY = "device"
 HOST_MEMORY = "pinned_host"

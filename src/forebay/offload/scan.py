@@ -25,8 +25,8 @@ from jax.core import Tracer
 from forebay.errors import UserError
 from forebay.graph.residuals import Residual, input_names, residuals
 from forebay.offload.policy import apply
-from forebay.plan.placement import Placement
-from forebay.plan.plan import Plan
+from forebay.planner.placement import Placement
+from forebay.planner.plan import Plan
 
 UNNAMED = "unnamed"
 LAYER_INPUT = "layer_input"
@@ -44,8 +44,7 @@ def scan_layers(
 
     Args:
         block: a function of one layer's weights, the carry and the constants, returning a carry of the
-            same structure, shapes and dtypes. What it closes over must not depend on arrays that are
-            differentiated; pass those as `constants`.
+            same structure, shapes and dtypes. Arrays that it closes over are as good as constants.
         plan: a plan, or placements of one stack that cover its layers in order.
         x: the carry, a pytree of arrays.
         layers: a pytree of arrays whose leading dimension is the number of layers.
@@ -66,6 +65,9 @@ def scan_layers(
         covered = ", ".join(f"{p.layers[0]}:{p.layers[1]}" for p in placements) or "nothing"
         raise UserError(f"the placements cover layers {covered} and the stack has {count}: cover 0:{count}")
     _check_carry(block, x, layers, constants)
+    # arrays that the block closes over become constants, so that they may be differentiated too
+    block, closed_over = jax.closure_convert(block, _one_layer_of(layers), x, *constants)
+    constants = (*constants, *closed_over)
     ranges = [_Range(block, p) for p in placements]
     # The leaves of `constants` by which any trace of `forward` is differentiated. A jitted caller is traced
     # once and may be differentiated several times, by other arguments each time, in any order before the
@@ -128,7 +130,7 @@ class _Range:
         return jax.lax.scan(lambda x, i: (self.block(_take(layers, i), x, *constants), None), x, self.indices)[0]
 
     def forward(self, layers: Any, x: Any, constants: tuple[Any, ...]) -> tuple[Any, list[jax.Array]]:
-        layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), layers)
+        layer = _one_layer_of(layers)
         self.carry = jax.tree.map(_Aval.of, x)
         stored_avals = jax.make_jaxpr(lambda *a: self._one_layer(*a)[1])(layer, x, constants).out_avals
         origins = residuals(self.checkpointed, layer, x, *constants)
@@ -274,6 +276,10 @@ def _take(layers: Any, i: jax.Array) -> Any:
     return jax.tree.map(lambda w: _read(w, i), layers)
 
 
+def _one_layer_of(layers: Any) -> Any:
+    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), layers)
+
+
 def _read(stack: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False, allow_negative_indices=False)
 
@@ -298,8 +304,7 @@ def _layer_count(layers: Any) -> int:
 
 
 def _check_carry(block: Callable[..., Any], x: Any, layers: Any, constants: tuple[Any, ...]) -> None:
-    layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), layers)
-    y = jax.eval_shape(block, layer, x, *constants)
+    y = jax.eval_shape(block, _one_layer_of(layers), x, *constants)
     before, after = jax.tree.structure(x), jax.tree.structure(y)
     if before != after:
         raise UserError(f"the block returns {after} and its carry is {before}: return a carry of the same structure")

@@ -58,22 +58,22 @@ def cross_entropy(
     Returns:
         A float32 scalar, equal on all devices.
     """
-    count = jnp.maximum((targets_BS >= 0).sum(), 1).astype(jnp.float32)
-    return _loss_sum(chunking, sharding, x_BSD, head_DV, targets_BS) / count
+    return _mean_loss(chunking, sharding, x_BSD, head_DV, targets_BS)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss_sum(chunking, sharding, x, head, targets):
+def _mean_loss(chunking, sharding, x, head, targets):
     return _forward(chunking, sharding, x, head, targets)[0]
 
 
 def _forward(chunking, sharding, x, head, targets):
     shard = _Shard.of(sharding, x, head)
+    weight = 1 / jnp.maximum((targets >= 0).astype(jnp.float32).sum(), 1)
     if chunking == "tokens":
-        loss, dx, dhead = shard.map(_tokens_loss_and_grads, (x, head, targets), ("loss", "x", "head"))
-        return loss, (dx, dhead.astype(head.dtype))
+        loss, dx, dhead = shard.map(_tokens_loss_and_grads, (x, head, targets, weight), ("loss", "x", "head"))
+        return loss * weight, (dx, dhead.astype(head.dtype))
     loss, lse = shard.map(_vocab_loss, (x, head, targets), ("loss", "lse"))
-    return loss, (x, head, targets, lse)
+    return loss * weight, (x, head, targets, lse, weight)
 
 
 def _backward(chunking, sharding, residuals, g):
@@ -81,13 +81,13 @@ def _backward(chunking, sharding, residuals, g):
         dx, dhead = residuals
         # the product in float32: g, rounded first, would scale every gradient by up to 0.4 % in bfloat16
         return (dx * g).astype(dx.dtype), (dhead * g).astype(dhead.dtype), None
-    x, head, targets, lse = residuals
+    x, head, targets, lse, weight = residuals
     shard = _Shard.of(sharding, x, head)
-    dx, dhead = shard.map(_vocab_grads, (x, head, targets, lse, g), ("x", "head"))
+    dx, dhead = shard.map(_vocab_grads, (x, head, targets, g * weight, lse), ("x", "head"))
     return dx, dhead, None
 
 
-_loss_sum.defvjp(_forward, _backward)
+_mean_loss.defvjp(_forward, _backward)
 
 
 class _Shard:
@@ -114,7 +114,7 @@ class _Shard:
             "lse": self.sharding.spec(("batch", "sequence")),
             "loss": PartitionSpec(),
         }
-        ins = (specs["x"], specs["head"], specs["lse"], specs["lse"], specs["loss"])[: len(args)]
+        ins = (specs["x"], specs["head"], specs["lse"], specs["loss"], specs["lse"])[: len(args)]
         return jax.shard_map(
             function, mesh=self.sharding.mesh, in_specs=ins,
             out_specs=tuple(specs[o] for o in outs), check_vma=False,
@@ -145,13 +145,14 @@ def _axis_index(sharding: Sharding, axes):
     return index
 
 
-def _tokens_loss_and_grads(shard: _Shard, x_BSD, head_DV, targets_BS):
+def _tokens_loss_and_grads(shard: _Shard, x_BSD, head_DV, targets_BS, weight):
     D = x_BSD.shape[-1]
     head = shard.gather_head(head_DV.astype(x_BSD.dtype))
     tokens = x_BSD.shape[0] * x_BSD.shape[1]
-    chunks = _divisor_at_least(tokens, math.ceil(tokens * shard.local_vocab * 4 / CHUNK_BYTES))
-    xs = x_BSD.reshape(chunks, -1, D)
-    ts = targets_BS.reshape(chunks, -1)
+    chunks, size = _split(tokens, tokens * shard.local_vocab * 4)
+    padding = chunks * size - tokens
+    xs = jnp.pad(x_BSD.reshape(tokens, D), ((0, padding), (0, 0))).reshape(chunks, size, D)
+    ts = jnp.pad(targets_BS.reshape(tokens), (0, padding), constant_values=-1).reshape(chunks, size)
     first = shard.first_id()
 
     def chunk(carry, inputs):
@@ -165,7 +166,7 @@ def _tokens_loss_and_grads(shard: _Shard, x_BSD, head_DV, targets_BS):
         counted = t >= 0
         loss += jnp.where(counted, top + jnp.log(total) - picked, 0.0).sum()
         dlogits = exp * jnp.where(counted, 1 / total, 0.0)[:, None] - _one_hot(t - first, logits.shape)
-        dlogits = dlogits.astype(x.dtype)
+        dlogits = (dlogits * weight).astype(x.dtype)
         dx = shard.over_vocab(jax.lax.psum, jnp.dot(dlogits, head.T))
         dhead += jnp.dot(x.T, dlogits, preferred_element_type=jnp.float32)
         return (loss, dhead), dx
@@ -173,20 +174,29 @@ def _tokens_loss_and_grads(shard: _Shard, x_BSD, head_DV, targets_BS):
     (loss, dhead), dx = jax.lax.scan(chunk, (jnp.float32(0), jnp.zeros(head.shape, jnp.float32)), (xs, ts))
     if shard.token_axes:
         loss = jax.lax.psum(loss, shard.token_axes)
-    return loss, dx.reshape(x_BSD.shape), shard.scatter_head(dhead)
+    return loss, dx.reshape(-1, D)[:tokens].reshape(x_BSD.shape), shard.scatter_head(dhead)
 
 
 def _vocab_slices(shard: _Shard, x_BSD, head_DV):
-    """The head's slices `[slices, D, v]`, the slice width, and each slice's first id within the device."""
+    """The head's slices `[slices, D, v]`, the first id of each within the device, and how many ids are real."""
     rows = max(x_BSD.shape[0] * x_BSD.shape[1], x_BSD.shape[2])
-    slices = _divisor_at_least(shard.local_vocab, math.ceil(rows * shard.local_vocab * 4 / CHUNK_BYTES))
-    width = shard.local_vocab // slices
-    stacked = jnp.moveaxis(head_DV.astype(x_BSD.dtype).reshape(head_DV.shape[0], slices, width), 1, 0)
-    return stacked, width, jnp.arange(slices, dtype=jnp.int32) * width
+    slices, width = _split(shard.local_vocab, rows * shard.local_vocab * 4)
+    head = jnp.pad(head_DV.astype(x_BSD.dtype), ((0, 0), (0, slices * width - shard.local_vocab)))
+    stacked = jnp.moveaxis(head.reshape(head.shape[0], slices, width), 1, 0)
+    return stacked, jnp.arange(slices, dtype=jnp.int32) * width
+
+
+def _slice_logits(shard: _Shard, x, head_slice, start):
+    """Logits of one slice; those of padding columns are too low to count."""
+    logits = jnp.dot(x, head_slice, preferred_element_type=jnp.float32)
+    if shard.local_vocab % logits.shape[-1]:
+        real = start + jnp.arange(logits.shape[-1], dtype=jnp.int32) < shard.local_vocab
+        logits = jnp.where(real, logits, -1e30)
+    return logits
 
 
 def _vocab_loss(shard: _Shard, x_BSD, head_DV, targets_BS):
-    head, _, starts = _vocab_slices(shard, x_BSD, head_DV)
+    head, starts = _vocab_slices(shard, x_BSD, head_DV)
     first = shard.first_id()
     x = x_BSD.reshape(-1, x_BSD.shape[-1])
     t = targets_BS.reshape(-1)
@@ -194,7 +204,7 @@ def _vocab_loss(shard: _Shard, x_BSD, head_DV, targets_BS):
     def one_slice(carry, inputs):
         top, total, picked = carry
         head_slice, start = inputs
-        logits = jnp.dot(x, shard.gather_head(head_slice), preferred_element_type=jnp.float32)
+        logits = _slice_logits(shard, x, shard.gather_head(head_slice), start)
         new = jnp.maximum(top, logits.max(-1))
         total = total * jnp.exp(top - new) + jnp.exp(logits - new[:, None]).sum(-1)
         return (new, total, picked + _pick(logits, t - first - start)), None
@@ -210,26 +220,27 @@ def _vocab_loss(shard: _Shard, x_BSD, head_DV, targets_BS):
     return loss, lse.reshape(targets_BS.shape)
 
 
-def _vocab_grads(shard: _Shard, x_BSD, head_DV, targets_BS, lse_BS, g):
-    head, _, starts = _vocab_slices(shard, x_BSD, head_DV)
+def _vocab_grads(shard: _Shard, x_BSD, head_DV, targets_BS, weight, lse_BS):
+    head, starts = _vocab_slices(shard, x_BSD, head_DV)
     first = shard.first_id()
     x = x_BSD.reshape(-1, x_BSD.shape[-1])
     t, lse = targets_BS.reshape(-1), lse_BS.reshape(-1)
-    weight = jnp.where(t >= 0, g, 0.0)
+    weights = jnp.where(t >= 0, weight, 0.0)
 
     def one_slice(dx, inputs):
         head_slice, start = inputs
         head_slice = shard.gather_head(head_slice)
-        logits = jnp.dot(x, head_slice, preferred_element_type=jnp.float32)
+        logits = _slice_logits(shard, x, head_slice, start)
         dlogits = jnp.exp(logits - lse[:, None]) - _one_hot(t - first - start, logits.shape)
-        dlogits = (dlogits * weight[:, None]).astype(x.dtype)
+        dlogits = (dlogits * weights[:, None]).astype(x.dtype)
         dx += jnp.dot(dlogits, head_slice.T, preferred_element_type=jnp.float32)
         dslice = jnp.dot(x.T, dlogits, preferred_element_type=jnp.float32)
         return dx, shard.scatter_head(dslice).astype(head_DV.dtype)
 
     dx, dhead = jax.lax.scan(one_slice, jnp.zeros(x.shape, jnp.float32), (head, starts))
     dx = shard.over_vocab(jax.lax.psum, dx).astype(x.dtype)
-    return dx.reshape(x_BSD.shape), jnp.moveaxis(dhead, 0, 1).reshape(head_DV.shape)
+    dhead = jnp.moveaxis(dhead, 0, 1).reshape(head_DV.shape[0], -1)[:, : shard.local_vocab]
+    return dx.reshape(x_BSD.shape), dhead
 
 
 def _pick(logits, ids):
@@ -243,6 +254,8 @@ def _one_hot(ids, shape):
     return (ids[:, None] == jnp.arange(shape[-1], dtype=ids.dtype)[None, :]).astype(jnp.float32)
 
 
-def _divisor_at_least(n: int, least: int) -> int:
-    """The smallest divisor of `n` that is at least `least`."""
-    return next(d for d in range(max(1, min(least, n)), n + 1) if n % d == 0)
+def _split(n: int, num_bytes: int) -> tuple[int, int]:
+    """Into how many parts to split `n` things of `num_bytes` together, and the size of a part: the last may be padded."""
+    parts = max(1, math.ceil(num_bytes / CHUNK_BYTES))
+    size = -(-n // parts)
+    return -(-n // size), size

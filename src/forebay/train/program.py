@@ -19,13 +19,13 @@ from forebay.models.registry import Model, fingerprint, get_model
 from forebay.offload import scan_layers
 from forebay.ops.attention import KernelChoice, choose_kernel
 from forebay.ops.cross_entropy import CHUNKINGS, choose_chunking
-from forebay.plan.placement import parse_placement
-from forebay.plan.plan import ModelId, Plan
+from forebay.planner.placement import parse_placement
+from forebay.planner.plan import ModelId, Plan
 from forebay.sharding import Sharding, make_mesh, parse_mesh, single_device
 from forebay.train.config import ProgramConfig
-from forebay.train.state import TrainState, initial_state, make_optimizer, state_shardings
+from forebay.train.state import TrainState, initial_state, learning_rate_schedule, make_optimizer, state_shardings
 
-DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +118,15 @@ class Program:
         return jax.lax.scan(add, zeros, jax.tree.map(split, batch))[0]
 
     def step(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update. The metrics are scalars: `loss` (nats per token) and `grad_norm` (before clipping)."""
+        """One update. The metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `learning_rate`."""
         loss, gradients = self.loss_and_gradients(state.weights, batch)
         with jax.named_scope("optimizer"):
             norm = optax.tree.norm(gradients)
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
             weights = optax.apply_updates(state.weights, updates)
-        return TrainState(state.step + 1, weights, optimizer), {"loss": loss, "grad_norm": norm}
+            learning_rate = learning_rate_schedule(self.config.optimizer, self.config.steps)(state.step)
+        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
+        return TrainState(state.step + 1, weights, optimizer), metrics
 
     def jit_step(self) -> Any:
         """The step, jitted, with its shardings and the state donated."""
@@ -177,7 +179,7 @@ def make_program(config: ProgramConfig, devices: Sequence[Any]) -> Program:
         config.attention, devices[0].platform, seq=config.seq, head_dim=key_dim, v_head_dim=value_dim,
         sequence_parallel=sharding.size("sequence") > 1,
     )  # fmt: skip
-    names = trace_names(model)
+    names = trace_names(model, devices[0])
     embed, vocab = model.head_shape()
     dtype = DTYPES[config.dtype]
     return Program(
@@ -192,9 +194,9 @@ def make_program(config: ProgramConfig, devices: Sequence[Any]) -> Program:
     )
 
 
-def trace_names(model: Model) -> dict[str, BlockNames]:
+def trace_names(model: Model, device: Any) -> dict[str, BlockNames]:
     """For each stack, the names that its activations carry; found by tracing one layer, nothing is computed."""
-    sharding = single_device(jax.devices("cpu")[0])
+    sharding = single_device(device)
     examples = model.example_blocks(1, 16, jnp.bfloat16, sharding, "blockwise")
     return {stack: block_names(e.block, e.layer, e.x, *e.constants) for stack, e in examples.items()}
 

@@ -15,6 +15,8 @@ def compiler_options(platform: str, *, deviceless: bool, offloads: bool) -> dict
         return {}
     # collectives and copies overlap with arithmetic only under this scheduler
     options: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    # XLA's own all-reduce kernels abort the compiler at 33 to 64 devices (jax 0.12.0.1); NCCL's are used instead
+    options["xla_gpu_experimental_use_collective_kernels"] = ""
     if deviceless:
         options["xla_gpu_autotune_level"] = 0
     if offloads:

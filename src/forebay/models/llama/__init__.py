@@ -75,6 +75,11 @@ class Llama:
     ) -> jax.Array:
         return model.logits(weights, tokens, config=self.config, sharding=sharding, dtype=dtype)
 
+    def load_hugging_face(self, directory: str, *, shardings: Any) -> model.Weights[jax.Array]:
+        from forebay.models.llama import hugging_face
+
+        return hugging_face.load(directory, self.config, shardings=shardings)
+
     def flops_per_token(self, seq: int) -> float:
         return model.flops_per_token(self.config, seq)
 

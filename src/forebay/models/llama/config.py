@@ -54,6 +54,6 @@ PRESETS = {
     "llama3.1-8b": LlamaConfig(128256, 4096, 32, 32, 8, 128, 14336, rope_scaling=RopeScaling()),
     "llama3.1-70b": LlamaConfig(128256, 8192, 80, 64, 8, 128, 28672, rope_scaling=RopeScaling()),
     "llama3.1-405b": LlamaConfig(128256, 16384, 126, 128, 8, 128, 53248, rope_scaling=RopeScaling()),
-    # for a CPU: bytes as tokens, 3.3 million weights
-    "llama-tiny": LlamaConfig(512, 256, 4, 4, 2, 64, 768, rope_theta=10_000.0, tied_embeddings=True),
+    # for a CPU: bytes as tokens, 0.9 million weights
+    "llama-tiny": LlamaConfig(512, 128, 4, 4, 2, 32, 384, rope_theta=10_000.0, tied_embeddings=True),
 }

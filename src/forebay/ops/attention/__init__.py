@@ -110,7 +110,9 @@ def _backward(kernel, sharding, scale, residuals, dout):
 _attention.defvjp(_forward, _backward)
 
 
-def _on_each_device(sharding: Sharding, local, kernel, scale, *, outputs: str):
+def _on_each_device(
+    sharding: Sharding, local: Callable[..., Any], kernel: str, scale: float, *, outputs: str
+) -> Callable[..., Any]:
     """`local` under `shard_map`. Arguments are queries, keys, values and then, in the backward pass,
     output, statistics and the output's cotangent; `outputs` says which of these each result is like."""
     axes = sharding.mesh_axes("sequence")

@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import pytest
 
 from forebay.errors import UserError
-from forebay.plan.placement import Placement
-from forebay.plan.plan import ModelId, Plan
+from forebay.planner.placement import Placement
+from forebay.planner.plan import ModelId, Plan
 
 STACKS = {"dense": 2, "moe": 4}
 CARRIED = {"dense": ("context", "mlpwi_0"), "moe": ("context", "moe_mlpwi_0")}
@@ -212,3 +212,11 @@ def test_for_stack_is_in_order_of_layers():
     given = plan(Placement("moe", (2, 4), {}), Placement("dense", (0, 2), {}), Placement("moe", (0, 2), {}))
     assert [p.layers for p in given.for_stack("moe")] == [(0, 2), (2, 4)]
     assert given.for_stack("absent") == ()
+
+
+def test_a_plan_file_that_places_a_tensor_twice_is_refused(tmp_path):
+    file = tmp_path / "plan.json"
+    plan = Plan((Placement("layers", (0, 2), {"context": "host"}),))
+    file.write_text(json.dumps(plan.to_json()).replace('"context": "host"', '"context": "host", "context": "device"'))
+    with pytest.raises(UserError, match="gives 'context' twice"):
+        Plan.load(file)

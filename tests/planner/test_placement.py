@@ -1,6 +1,9 @@
 """The grammar of placements, the presets, and every way to get one wrong."""
 
+import copy
+import dataclasses
 import itertools
+import pickle
 
 import hypothesis
 import hypothesis.strategies as st
@@ -8,7 +11,7 @@ import pytest
 
 from forebay.errors import UserError
 from forebay.models.llama import model as llama
-from forebay.plan.placement import PRESETS, Placement, check_cover, parse_placement
+from forebay.planner.placement import PRESETS, Placement, Where, check_cover, parse_placement
 
 LAYERS = {"layers": 4}
 NAMES = {"layers": llama.ACTIVATIONS}
@@ -58,7 +61,8 @@ def test_presets_are_maxtexts(preset):
 
 
 def test_there_is_no_preset_of_our_own_but_the_absence_of_checkpointing():
-    assert set(PRESETS) - set(MAXTEXT) == {"none"}
+    assert set(PRESETS) - set(MAXTEXT) == {"none", "minimal_flash"}  # the latter is MaxText's older name of another
+    assert PRESETS["minimal_flash"] == PRESETS["minimal_with_context"]
     assert PRESETS["none"] == {"*": "device"}
 
 
@@ -200,7 +204,7 @@ def test_check_cover_orders_placements():
 
 
 def test_a_placement_cannot_be_changed_after_it_was_made():
-    tensors = {"context": "host"}
+    tensors: dict[str, Where] = {"context": "host"}
     placement = Placement("layers", (0, 4), tensors)
     tensors["context"] = "device"
     assert placement.names("host") == ("context",)
@@ -217,3 +221,23 @@ def test_a_range_that_is_none(layers):
 def test_a_place_that_is_none():
     with pytest.raises(UserError, match="did you mean 'device'"):
         Placement("layers", (0, 1), {"context": "devise"})  # type: ignore[dict-item]
+
+
+def test_placements_are_values_equal_hashable_and_copied_whole():
+    placement = Placement("layers", (0, 4), {"context": "host", "out_proj": "device"})
+    assert hash(placement) == hash(Placement("layers", (0, 4), {"out_proj": "device", "context": "host"}))
+    for copied in (copy.deepcopy(placement), pickle.loads(pickle.dumps(placement))):
+        assert copied == placement
+        assert hash(copied) == hash(placement)
+    assert dataclasses.asdict(placement)["tensors"] == {"context": "host", "out_proj": "device"}
+
+
+def test_recomputing_one_tensor_beside_everything_on_the_device_is_refused():
+    # the value would be kept under no name instead, and nothing be saved
+    with pytest.raises(UserError, match="'context=recompute' does nothing beside"):
+        Placement("layers", (0, 4), {"*": "device", "context": "recompute"})
+
+
+def test_two_presets_for_the_same_layers_are_refused():
+    with pytest.raises(UserError, match="names the presets minimal and full: name one"):
+        parse("minimal,full")

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import UserError, did_you_mean
-from forebay.plan.placement import Placement, check_cover
+from forebay.planner.placement import Placement, check_cover
 
 SCHEMA = "forebay.plan/1"
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelId:
-    """The model a plan was made for. The fingerprint covers its sizes and the names of its activations."""
+    """The model a plan was made for. The fingerprint covers its family and sizes."""
 
     name: str
     fingerprint: str
@@ -171,9 +171,23 @@ class Plan:
             UserError: the file is missing, is not JSON, or is not a plan of this version.
         """
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_text(), object_pairs_hook=_unique_keys)
         except OSError as error:
             raise UserError(f"cannot read the plan file {str(path)!r}: {error.strerror}") from None
+        except _RepeatedKeyError as error:
+            raise UserError(f"the plan file {str(path)!r} gives {error.args[0]!r} twice: keep one of them") from None
         except ValueError as error:
             raise UserError(f"the plan file {str(path)!r} is not JSON ({error}): make the plan again") from None
         return cls.from_json(data, f"the plan file {str(path)!r}")
+
+
+class _RepeatedKeyError(Exception):
+    pass
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise _RepeatedKeyError(key)
+    return dict(pairs)

@@ -3,8 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from forebay.errors import UserError, unknown
 
@@ -13,6 +12,21 @@ WHERES: tuple[Where, ...] = get_args(Where)
 
 EVERYTHING = "*"
 """As a tensor's name: every residual that has no placement of its own, named or not."""
+
+
+class _FrozenDict(dict[str, Where]):
+    """A dictionary that cannot be changed, and so can be hashed."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a placement cannot be changed: make another with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse  # pyright: ignore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +53,11 @@ class Placement:
                 raise UserError(
                     f"'*={where}' is not possible: only '*=device', which keeps every residual on the device"
                 )
-        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+            if EVERYTHING in self.tensors and where == "recompute":
+                raise UserError(
+                    f"'{name}=recompute' does nothing beside '*=device', which keeps everything: drop one of them"
+                )
+        object.__setattr__(self, "tensors", _FrozenDict(self.tensors))
 
     def names(self, where: Where) -> tuple[str, ...]:
         return tuple(n for n, w in self.tensors.items() if w == where)
@@ -58,6 +76,7 @@ PRESETS: Mapping[str, Mapping[str, Where]] = {
     "none": {EVERYTHING: "device"},
     "full": {},
     "minimal": _all("device", *_QKV, "out_proj", *_MLP_IN, "mlpwo"),
+    "minimal_flash": _all("device", *_QKV, "out_proj", *_MLP_IN, "mlpwo", "context"),  # its older name of the next
     "minimal_with_context": _all("device", *_QKV, "out_proj", *_MLP_IN, "mlpwo", "context"),
     "save_dot_with_context_except_mlp": _all("device", *_QKV, "context", "out_proj"),
     "save_dot_except_mlpwi": _all("device", *_QKV, "out_proj", "mlpwo"),
@@ -95,6 +114,11 @@ def parse_placement(
     for part in filter(None, (p.strip() for p in text.split(";"))):
         stack_names, items, layers = _split_part(part, stacks)
         explicit = _explicit_items(items, part)
+        presets = [item for item in items if "=" not in item]
+        if len(presets) > 1:
+            raise UserError(
+                f"placement {part!r} names the presets {' and '.join(presets)}: name one, and tensor=... for the rest"
+            )
         known = {name for stack in stack_names for name in carried[stack]}
         for name in explicit:
             if name not in known and name != EVERYTHING:
@@ -132,7 +156,10 @@ def check_cover(placements: Iterable[Placement], stacks: Mapping[str, int]) -> t
             if past_last > length:
                 raise UserError(f"placement of {stack!r} names layers {first}:{past_last}, and it has {length} layers")
             if first < reached:
-                raise UserError(f"two placements for layer {first} of {stack!r}: give each layer one range")
+                raise UserError(
+                    f"two placements for layer {first} of {stack!r}: give each layer one range, and separate the tensors of "
+                    f"one range by commas"
+                )
             if first > reached:
                 raise UserError(
                     f"no placement for layers {reached}:{first} of {stack!r}: add a range for them (@{reached}:{first})"

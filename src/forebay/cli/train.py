@@ -1,0 +1,66 @@
+"""`forebay train`: a training run on the devices there are."""
+
+from pathlib import Path
+
+from forebay.errors import EXIT_OK
+from forebay.train.run_config import TrainConfig
+
+Config = TrainConfig
+
+
+def run(config: TrainConfig) -> int:
+    """Trains, prints, and returns 0; 130 when it was interrupted and has kept a checkpoint.
+
+    Raises:
+        UserError: see `forebay.train.loop.train`.
+    """
+    import jax
+    from rich.console import Console
+
+    from forebay.cli.parse import to_yaml
+    from forebay.report.memory import describe_placement
+    from forebay.train.loop import prepare_run_dir, train
+    from forebay.train.program import make_program
+
+    console = Console()
+    devices = jax.devices()
+    program = make_program(config, devices)
+    run_dir = prepare_run_dir(config)
+    if not config.resume:
+        (run_dir / "config.yaml").write_text(to_yaml(config))
+        program.plan.save(run_dir / "plan.json")
+
+    console.print(
+        f"[bold]{program.model.name}[/bold] ({program.model.parameter_count / 1e6:,.1f} M parameters) on "
+        f"{len(devices)} {devices[0].device_kind} device{'s' if len(devices) > 1 else ''}, "
+        f"batch {config.batch} x {config.seq}, {config.dtype}, attention {program.kernel.compiled}",
+        highlight=False,
+    )
+    for placement in program.plan.to_json()["placements"]:
+        console.print(f"  {describe_placement(placement)}", highlight=False, style="dim")
+    for note in program.notes():
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    if devices[0].platform == "cpu" and program.plan.offloads:
+        console.print(
+            "note: on the CPU host memory is device memory: offloading is exercised, nothing moves", style="yellow"
+        )
+
+    result = train(config, program, console)
+
+    if result.interrupted:
+        console.print(f"interrupted after step {result.step}; continue with: --run_dir {run_dir} --resume")
+        return 130
+    if result.validation_loss is not None and result.unigram_entropy is not None:
+        console.print(
+            f"validation loss {result.validation_loss:.3f} nats per token; the unigram entropy of the same text is "
+            f"{result.unigram_entropy:.3f}",
+            highlight=False,
+        )
+    if result.sample is not None:
+        console.print("\n[bold]a sampled continuation[/bold]")
+        console.print(result.sample, markup=False, highlight=False, style="cyan")
+        console.print()
+    console.print(
+        f"run directory: {Path(config.run_dir)} (first step after {result.time_to_first_step_s:.1f} s)", highlight=False
+    )
+    return EXIT_OK

@@ -1,0 +1,271 @@
+"""The training loop: state and data in, steps, validation, checkpoints, artefacts out."""
+
+import dataclasses
+import functools
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from forebay.errors import EXIT_WRONG_NUMBERS, UserError
+from forebay.report.plots import loss_curve
+from forebay.report.training import TrainingDisplay
+from forebay.train.checkpoint import Checkpoints, truncate_metrics
+from forebay.train.data import load_tokenizer, make_train_iterator, make_validation_batches, unigram_entropy
+from forebay.train.metrics import MetricsFile, StepMetrics, read_metrics
+from forebay.train.program import Program
+from forebay.train.run_config import TrainConfig
+from forebay.train.sample import sample
+from forebay.train.state import TrainState, initial_state
+
+
+class NonFiniteLossError(UserError):
+    """The loss is not a number any more."""
+
+    exit_code = EXIT_WRONG_NUMBERS
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """The end of a run. Losses and entropy in nats per token.
+
+    `interrupted` is whether it was stopped by a signal before its last step.
+    """
+
+    step: int
+    loss: float | None
+    validation_loss: float | None
+    unigram_entropy: float | None
+    sample: str | None
+    time_to_first_step_s: float | None
+    interrupted: bool
+
+
+def train(config: TrainConfig, program: Program, console: Console) -> TrainResult:
+    """Runs `program` on the devices of its mesh, in a prepared run directory (`prepare_run_dir`).
+
+    Raises:
+        UserError: data, weights or checkpoint that do not go with the configuration.
+        NonFiniteLossError: the loss became infinite or not a number; no checkpoint is written then.
+    """
+    start = time.perf_counter()
+    run_dir = Path(config.run_dir)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > program.model.vocab:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and {program.model.name} a vocabulary of "
+            f"{program.model.vocab}: set --sizes.vocab to at least {tokenizer.vocab_size}"
+        )
+    processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    data = make_train_iterator(config.data, batch=config.batch, seq=config.seq, **processes)
+    validation = _validation_batches(config, processes)
+    # Orbax takes seconds to import; a run that neither resumes nor saves soon should not wait for it
+    checkpoints = _Lazily(lambda: Checkpoints(run_dir / "checkpoints", config.keep_checkpoints))
+    if config.resume:
+        state, position = checkpoints().restore(program)
+        data.set_state(position)
+        truncate_metrics(run_dir / "metrics.jsonl", int(state.step))
+    else:
+        state = _first_state(config, program)
+    done = int(state.step)
+    if done >= config.steps:
+        raise UserError(f"the run in {run_dir} has done its {done} steps: raise --steps to go on")
+
+    file = MetricsFile(run_dir, config.tensorboard)
+    recorder = _Recorder(program, file, validation, start)
+    step_function = program.jit_step()
+    try:
+        with TrainingDisplay(console, config.steps, done) as display, _stop_signals() as stopped:
+            recorder.show = display.update
+            for step in range(done + 1, config.steps + 1):
+                if stopped:
+                    break
+                state, results = step_function(state, _place(program, next(data)))
+                recorder.finish_pending()  # of the step before, while this one runs: the device never waits for us
+                recorder.pending = (step, results)
+                if step == config.steps or _due(config.validate_every, step):
+                    recorder.finish_pending(validate_with=state.weights)
+                if step < config.steps and _due(config.checkpoint_every, step):
+                    recorder.finish_pending()  # a step that went wrong must not be kept
+                    checkpoints().save(step, state, data.get_state(), program)
+                    recorder.restart_clock()
+            recorder.finish_pending()
+        finished = int(state.step)
+        if finished > done:
+            checkpoints().save(finished, state, data.get_state(), program)
+    finally:
+        file.close()
+        data.close()
+        checkpoints.close()
+    entropy = unigram_entropy(validation) if validation else None
+    loss_curve(read_metrics(run_dir), entropy, run_dir / "loss.png")
+    interrupted = finished < config.steps
+    text = _sample(config, program, state, tokenizer) if config.sample_tokens and not interrupted else None
+    return TrainResult(
+        finished, recorder.loss, recorder.validation_loss, entropy, text, recorder.first_step_s, interrupted
+    )
+
+
+class _Recorder:
+    """Reads the results of steps one step late, and writes their records.
+
+    A step's time is from the arrival of the results before it to the arrival of its own, which is the
+    device's pace as long as steps follow each other. After anything else ran (compiling, validation, a
+    checkpoint) the next step has no time of its own.
+    """
+
+    def __init__(self, program: Program, file: MetricsFile, validation: list[Any], start: float):
+        self._metrics = StepMetrics(program)
+        self._program = program
+        self._file = file
+        self._validation = validation
+        self._evaluate = jax.jit(program.loss)
+        self._start = start
+        self._clock: float | None = None
+        self.pending: tuple[int, dict[str, jax.Array]] | None = None
+        self.show: Callable[[dict[str, Any]], None] = lambda record: None
+        self.loss: float | None = None
+        self.validation_loss: float | None = None
+        self.first_step_s: float | None = None
+
+    def restart_clock(self) -> None:
+        self._clock = None
+
+    def finish_pending(self, validate_with: Any = None) -> None:
+        """Waits for the pending step and records it; with weights, validates them too.
+
+        Raises:
+            NonFiniteLossError: the step's loss or gradient norm is infinite or not a number.
+        """
+        if self.pending is None:
+            return
+        step, results = self.pending
+        self.pending = None
+        results = jax.device_get(results)
+        now = time.perf_counter()
+        if self.first_step_s is None:
+            self.first_step_s = now - self._start
+        record = self._metrics.record(step, results, None if self._clock is None else now - self._clock)
+        self._clock = now
+        self.loss = record["loss"]
+        if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+            self._file.write(record)
+            raise NonFiniteLossError(
+                f"step {step}: the loss is {record['loss']} and the gradient norm {record['grad_norm']}; nothing of this "
+                f"step was kept: lower optimizer.learning_rate, or resume from the last checkpoint with other data.seed"
+            )
+        if validate_with is not None and self._validation:
+            losses = [self._evaluate(validate_with, _place(self._program, batch)) for batch in self._validation]
+            self.validation_loss = record["validation_loss"] = float(np.mean(jax.device_get(losses)))
+            self.restart_clock()
+        self._file.write(record)
+        self.show(record)
+
+
+class _Lazily:
+    """Makes `Checkpoints` when it is first called: importing Orbax takes seconds."""
+
+    def __init__(self, make: Callable[[], Checkpoints]):
+        self._make = make
+        self._made: Checkpoints | None = None
+
+    def __call__(self) -> Checkpoints:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
+
+
+def prepare_run_dir(config: TrainConfig) -> Path:
+    """The run directory, made if it is new.
+
+    Raises:
+        UserError: it holds something and `resume` is not set; `resume` is set and there is no run; it
+            cannot be made.
+    """
+    run_dir = Path(config.run_dir)
+    if config.resume:
+        if not (run_dir / "checkpoints").is_dir():
+            raise UserError(
+                f"there is no run with checkpoints in {str(run_dir)!r} to resume: start it without --resume"
+            )
+        return run_dir
+    try:
+        if run_dir.exists() and any(run_dir.iterdir()):
+            again = " or continue it with --resume" if (run_dir / "config.yaml").exists() else ""
+            raise UserError(f"the run directory {str(run_dir)!r} is not empty: choose another --run_dir{again}")
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the run directory {str(run_dir)!r}: {error.strerror}") from None
+    return run_dir
+
+
+def _first_state(config: TrainConfig, program: Program) -> TrainState:
+    if config.weights is None:
+        return program.init(jax.random.key(config.seed))
+    weights = program.model.load_hugging_face(config.weights, shardings=program.state_shardings.weights)
+    make = functools.partial(initial_state, program.optimizer)
+    return jax.jit(make, out_shardings=program.state_shardings)(weights)
+
+
+def _validation_batches(config: TrainConfig, processes: dict[str, int]) -> list[Any]:
+    if config.validation_batches == 0 or (config.data.validation_fraction == 0 and config.data.validation_path is None):
+        return []
+    micro = config.batch // config.accumulate
+    return make_validation_batches(
+        config.data, batch=micro, seq=config.seq, max_batches=config.validation_batches, **processes
+    )
+
+
+def _place(program: Program, batch: Any) -> dict[str, jax.Array]:
+    return {
+        name: jax.make_array_from_process_local_data(sharding, batch[name])
+        for name, sharding in program.batch_shardings.items()
+    }
+
+
+def _sample(config: TrainConfig, program: Program, state: TrainState, tokenizer: Any) -> str:
+    prompt = tokenizer.encode(config.sample_prompt)
+    start = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
+    prompt = np.asarray([*start, *prompt], np.int32)
+    if not len(prompt):
+        raise UserError("sample_prompt is empty: give a text to continue, or set sample_tokens to 0")
+    ids = sample(
+        program, state.weights, prompt, tokens=config.sample_tokens, temperature=config.sample_temperature,
+        seed=config.seed, vocab=tokenizer.vocab_size,
+    )  # fmt: skip
+    return config.sample_prompt + tokenizer.decode(ids)
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that becomes non-empty on SIGINT or SIGTERM; the second SIGINT interrupts at once."""
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # elsewhere signals cannot be handled
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

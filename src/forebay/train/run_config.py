@@ -1,0 +1,41 @@
+"""The arguments of a training run: the program, the data and what is kept."""
+
+import dataclasses
+
+from forebay.train.config import ProgramConfig
+from forebay.train.data import DataConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(ProgramConfig):
+    """A training run.
+
+    Attributes:
+        run_dir: where configuration, plan, metrics, checkpoints and plots go; it must not exist yet, or be empty.
+        resume: continue the run in run_dir from its newest checkpoint.
+        seed: seed of the initial weights and of the sampled text.
+        data: the text to train on.
+        weights: a Hugging Face directory (config.json and safetensors) to start from instead of random weights.
+        checkpoint_every: steps between checkpoints; 0 is only at the end.
+        keep_checkpoints: how many of the newest checkpoints are kept.
+        validate_every: steps between validations; 0 is only at the end.
+        validation_batches: batches of one validation; 0 does not validate.
+        sample_prompt: text that is continued at the end.
+        sample_tokens: tokens of the continuation; 0 does not sample.
+        sample_temperature: temperature of the sampling; 0 takes the likeliest token.
+        tensorboard: also write TensorBoard events.
+    """
+
+    run_dir: str = "runs/default"
+    resume: bool = False
+    seed: int = 0
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    weights: str | None = None
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    validate_every: int = 100
+    validation_batches: int = 16
+    sample_prompt: str = "def "
+    sample_tokens: int = 200
+    sample_temperature: float = 0.8
+    tensorboard: bool = True
