@@ -34,14 +34,14 @@ def parse_bytes(text: str | int | float) -> int:
     return round(value * _UNITS[unit])
 
 
-def format_gib(num_bytes: float, digits: int = 2) -> str:
-    """`num_bytes` as GiB, the unit of every memory table here."""
-    return f"{num_bytes / GiB:,.{digits}f} GiB"
-
-
 def format_bytes(num_bytes: float) -> str:
     """`num_bytes` in the largest binary unit that keeps it at or above one."""
     for unit, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:,.2f} {unit}"
     return f"{num_bytes:,.0f} B"
+
+
+def format_count(count: float) -> str:
+    """A number of parameters or tokens as people say it: 8.03 B, 860.9 M."""
+    return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"

@@ -55,10 +55,10 @@ def parse[T](
     try:
         namespace = parser.get_defaults()
         if values:
-            namespace = parser.parse_object(values, cfg_base=namespace)
+            namespace = parser.parse_object(values, namespace=namespace)
         namespace = parser.parse_args(arguments, namespace=namespace)
         namespace.pop("config", None)
-        instantiated = parser.instantiate_classes(namespace)
+        instantiated = parser.instantiate(namespace)
     except UserError:
         raise
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
@@ -87,11 +87,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             f"the configuration file {str(path)!r} holds a {type(content).__name__}: write key: value lines"
         )
     return content
-
-
-def to_yaml(config: Any) -> str:
-    """A dataclass as YAML with every field; `parse` reads it back by `--config`."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
 def _split_config_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:

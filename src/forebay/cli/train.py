@@ -15,23 +15,20 @@ def run(config: TrainConfig) -> int:
         UserError: see `forebay.train.loop.train`.
     """
     import jax
-    from rich.console import Console
 
-    from forebay.cli.parse import to_yaml
+    from forebay.report.console import make_console
     from forebay.report.memory import describe_placement
-    from forebay.train.loop import prepare_run_dir, train
+    from forebay.train.loop import check_run_dir, train
     from forebay.train.program import make_program
+    from forebay.units import format_count
 
-    console = Console()
+    console = make_console()
     devices = jax.devices()
+    check_run_dir(config)
     program = make_program(config, devices)
-    run_dir = prepare_run_dir(config)
-    if not config.resume:
-        (run_dir / "config.yaml").write_text(to_yaml(config))
-        program.plan.save(run_dir / "plan.json")
 
     console.print(
-        f"[bold]{program.model.name}[/bold] ({program.model.parameter_count / 1e6:,.1f} M parameters) on "
+        f"[bold]{program.model.name}[/bold] ({format_count(program.model.parameter_count)} parameters) on "
         f"{len(devices)} {devices[0].device_kind} device{'s' if len(devices) > 1 else ''}, "
         f"batch {config.batch} x {config.seq}, {config.dtype}, attention {program.kernel.compiled}",
         highlight=False,
@@ -48,7 +45,7 @@ def run(config: TrainConfig) -> int:
     result = train(config, program, console)
 
     if result.interrupted:
-        console.print(f"interrupted after step {result.step}; continue with: --run_dir {run_dir} --resume")
+        console.print(f"interrupted after step {result.step}; continue with: --run_dir {config.run_dir} --resume")
         return 130
     if result.validation_loss is not None and result.unigram_entropy is not None:
         console.print(

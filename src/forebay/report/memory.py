@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from forebay.hardware import Hardware
-from forebay.units import GiB, format_gib
+from forebay.report.console import make_console
+from forebay.units import GiB, MiB, format_bytes, format_count
 from forebay.xla.compile import SCHEMA, Bytes, CompiledStep
 
 
@@ -64,10 +65,10 @@ def compile_json(
 
 def print_compiled(report: Mapping[str, Any], console: Console | None = None) -> None:
     """The table of `compile_json`'s result."""
-    console = console or Console()
+    console = console or make_console()
     mesh = ",".join(f"{axis}={size}" for axis, size in report["mesh"].items()) or "one device"
     console.print(
-        f"[bold]{report['model']}[/bold] ({report['parameters'] / 1e9:,.2f} B parameters) on "
+        f"[bold]{report['model']}[/bold] ({format_count(report['parameters'])} parameters) on "
         f"{report['devices']} x {report['hardware']} ({mesh}), batch {report['batch']} x {report['seq']}"
         + (f" in {report['accumulate']} microbatches" if report["accumulate"] > 1 else ""),
         highlight=False,
@@ -78,8 +79,8 @@ def print_compiled(report: Mapping[str, Any], console: Console | None = None) ->
     console.print(_peak_table(report["peak"], "HBM at the peak, per device", report["device_bytes"]["total"]))
     device = report["device_bytes"]
     console.print(
-        f"arguments {format_gib(device['arguments'])}, temporaries {format_gib(device['temporaries'])}, "
-        f"output {format_gib(device['output'])} of which {format_gib(device['aliased'])} aliased",
+        f"arguments {format_bytes(device['arguments'])}, temporaries {format_bytes(device['temporaries'])}, "
+        f"output {format_bytes(device['output'])} of which {format_bytes(device['aliased'])} aliased",
         style="dim", highlight=False,
     )  # fmt: skip
     if report["host_peak"]:
@@ -112,30 +113,31 @@ def _peak_table(rows: Any, title: str, total: int) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=True)
     table.add_column("kind", style="cyan")
     table.add_column("what")
-    table.add_column("GiB", justify="right")
+    unit, size = ("GiB", GiB) if total >= GiB else ("MiB", MiB)
+    table.add_column(unit, justify="right")
     table.add_column("", justify="left")
-    small = [r for r in rows if r["bytes"] < 0.005 * GiB]
+    small = [r for r in rows if r["bytes"] < 0.005 * size]
     for row in rows:
-        if row["bytes"] >= 0.005 * GiB:
+        if row["bytes"] >= 0.005 * size:
             bar = Text("█" * round(30 * row["bytes"] / total), style="blue")
-            table.add_row(row["kind"], row["name"], f"{row['bytes'] / GiB:,.2f}", bar)
+            table.add_row(row["kind"], row["name"], f"{row['bytes'] / size:,.2f}", bar)
     if small:
-        table.add_row("other", f"{len(small)} smaller", f"{sum(r['bytes'] for r in small) / GiB:,.2f}", "")
+        table.add_row("other", f"{len(small)} smaller", f"{sum(r['bytes'] for r in small) / size:,.2f}", "")
     table.add_section()
-    table.add_row("", "total", f"{total / GiB:,.2f}", "", style="bold")
+    table.add_row("", "total", f"{total / size:,.2f}", "", style="bold")
     return table
 
 
 def _print_verdict(report: Mapping[str, Any], console: Console) -> None:
     total, hbm = report["device_bytes"]["total"], report["hbm_bytes"]
     seconds = f"compiled in {report['lower_time_s'] + report['compile_time_s']:.1f} s"
-    machine = f"{report['hardware']} has {format_gib(report['hbm_total_bytes'])}"
-    line = f"{format_gib(total)} of the {format_gib(hbm)} that XLA may use ({machine})"
+    machine = f"{report['hardware']} has {format_bytes(report['hbm_total_bytes'])}"
+    line = f"{format_bytes(total)} of the {format_bytes(hbm)} that XLA may use ({machine})"
     host = ""
     if report["host_bytes"]["total"]:
         capacity = report["host_capacity_bytes"]
-        of = f" of {format_gib(capacity)}" if capacity else ""
-        host = f"; host {format_gib(report['host_bytes']['total'])}{of}"
+        of = f" of {format_bytes(capacity)}" if capacity else ""
+        host = f"; host {format_bytes(report['host_bytes']['total'])}{of}"
     if report["fits"]:
         console.print(f"[bold green]fits[/bold green]: {line}{host}; {seconds}", highlight=False)
         return
@@ -144,7 +146,7 @@ def _print_verdict(report: Mapping[str, Any], console: Console) -> None:
     elif report["refused"]:
         why = f"the compiler refused it ({report['refused']})"
     else:
-        why = f"{format_gib(total - hbm)} too much"
+        why = f"{format_bytes(total - hbm)} too much"
     console.print(f"[bold red]does not fit[/bold red]: {why}: {line}{host}; {seconds}", highlight=False)
 
 

@@ -22,7 +22,7 @@ from forebay.train.checkpoint import Checkpoints, truncate_metrics
 from forebay.train.data import load_tokenizer, make_train_iterator, make_validation_batches, unigram_entropy
 from forebay.train.metrics import MetricsFile, StepMetrics, read_metrics
 from forebay.train.program import Program
-from forebay.train.run_config import TrainConfig
+from forebay.train.run_config import TrainConfig, to_yaml
 from forebay.train.sample import sample
 from forebay.train.state import TrainState, initial_state
 
@@ -50,13 +50,14 @@ class TrainResult:
 
 
 def train(config: TrainConfig, program: Program, console: Console) -> TrainResult:
-    """Runs `program` on the devices of its mesh, in a prepared run directory (`prepare_run_dir`).
+    """Runs `program` on the devices of its mesh. The run directory is made once everything is ready to start.
 
     Raises:
         UserError: data, weights or checkpoint that do not go with the configuration.
         NonFiniteLossError: the loss became infinite or not a number; no checkpoint is written then.
     """
     start = time.perf_counter()
+    check_run_dir(config)
     run_dir = Path(config.run_dir)
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > program.model.vocab:
@@ -79,6 +80,8 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
     if done >= config.steps:
         raise UserError(f"the run in {run_dir} has done its {done} steps: raise --steps to go on")
 
+    if not config.resume:
+        _make_run_dir(config, program)
     file = MetricsFile(run_dir, config.tensorboard)
     recorder = _Recorder(program, file, validation, start)
     step_function = program.jit_step()
@@ -187,12 +190,11 @@ class _Lazily:
             self._made.close()
 
 
-def prepare_run_dir(config: TrainConfig) -> Path:
-    """The run directory, made if it is new.
+def check_run_dir(config: TrainConfig) -> None:
+    """Whether the run directory is one to start, or to resume, this run in. Changes nothing.
 
     Raises:
-        UserError: it holds something and `resume` is not set; `resume` is set and there is no run; it
-            cannot be made.
+        UserError: it holds something and `resume` is not set; `resume` is set and there is no run.
     """
     run_dir = Path(config.run_dir)
     if config.resume:
@@ -200,15 +202,19 @@ def prepare_run_dir(config: TrainConfig) -> Path:
             raise UserError(
                 f"there is no run with checkpoints in {str(run_dir)!r} to resume: start it without --resume"
             )
-        return run_dir
+    elif run_dir.is_dir() and any(run_dir.iterdir()):
+        again = " or continue it with --resume" if (run_dir / "config.yaml").exists() else ""
+        raise UserError(f"the run directory {str(run_dir)!r} is not empty: choose another --run_dir{again}")
+
+
+def _make_run_dir(config: TrainConfig, program: Program) -> None:
+    run_dir = Path(config.run_dir)
     try:
-        if run_dir.exists() and any(run_dir.iterdir()):
-            again = " or continue it with --resume" if (run_dir / "config.yaml").exists() else ""
-            raise UserError(f"the run directory {str(run_dir)!r} is not empty: choose another --run_dir{again}")
         run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(to_yaml(config))
+        program.plan.save(run_dir / "plan.json")
     except OSError as error:
-        raise UserError(f"cannot make the run directory {str(run_dir)!r}: {error.strerror}") from None
-    return run_dir
+        raise UserError(f"cannot write the run directory {str(run_dir)!r}: {error.strerror}") from None
 
 
 def _first_state(config: TrainConfig, program: Program) -> TrainState:

@@ -11,6 +11,7 @@ device's dense bfloat16 peak.
 """
 
 import json
+import math
 import resource
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from forebay.train.program import Program
 def hardware_of(device: Any) -> Hardware | None:
     """The machine in forebay's table that a device is of; None when it is not in it."""
     kind = device.device_kind.lower().replace(" ", "").replace("lite", "e")
+    kind = "tpuv5p" if kind == "tpuv5" else kind  # what jax calls it
     matches = [name for name in list_hardware() if name in kind or name.removeprefix("tpu") == kind.removeprefix("tpu")]
     return list_hardware()[max(matches, key=len)] if matches else None
 
@@ -79,7 +81,7 @@ class MetricsFile:
         self._lines.flush()
         if self._events is not None:
             for name, value in record.items():
-                if name != "step" and value is not None:
+                if name != "step" and value is not None and math.isfinite(value):
                     self._events.add_scalar(name, value, record["step"])
 
     def close(self) -> None:

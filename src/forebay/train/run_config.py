@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import yaml
+
 from forebay.train.config import ProgramConfig
 from forebay.train.data import DataConfig
 
@@ -39,3 +41,8 @@ class TrainConfig(ProgramConfig):
     sample_tokens: int = 200
     sample_temperature: float = 0.8
     tensorboard: bool = True
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The configuration with every field, as a file that `--config` reads back."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)

@@ -1,0 +1,223 @@
+"""Runs of a tiny model: what they write, how they resume, how they fail."""
+
+import dataclasses
+import io
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from forebay.errors import UserError
+from forebay.planner.plan import Plan
+from forebay.train import loop
+from forebay.train.config import OptimizerConfig
+from forebay.train.data import DataConfig
+from forebay.train.loop import NonFiniteLossError, train
+from forebay.train.metrics import hardware_of, read_metrics
+from forebay.train.program import make_program
+from forebay.train.run_config import TrainConfig
+from forebay.train.sample import sample
+
+SIZES = {"layers": 2, "embed": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp": 64, "vocab": 264}
+TEXT = "".join(f"{i}: the water waits above the dam, {i * i} litres of it\n" for i in range(2000))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return TrainConfig(
+        sizes=SIZES, batch=8, seq=32, steps=6, dtype="float32", placement="minimal_offloaded",
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2), run_dir=str(tmp_path / "run"),
+        data=DataConfig(path=str(tmp_path / "text.txt")), validate_every=3, validation_batches=2, sample_tokens=0,
+    )  # fmt: skip
+
+
+def run(config: TrainConfig, devices=None):
+    program = make_program(config, devices or jax.devices()[:1])
+    output = io.StringIO()
+    result = train(config, program, Console(file=output, width=120))
+    return result, output.getvalue()
+
+
+def losses(config: TrainConfig) -> list[float]:
+    return [r["loss"] for r in read_metrics(Path(config.run_dir))]
+
+
+def test_a_run_directory_holds_what_is_promised(config):
+    result, output = run(dataclasses.replace(config, sample_tokens=5))
+    run_dir = Path(config.run_dir)
+    assert {"config.yaml", "plan.json", "metrics.jsonl", "checkpoints", "loss.png"} <= {
+        p.name for p in run_dir.iterdir()
+    }
+    assert any((run_dir / "tensorboard").iterdir())
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert Plan.load(run_dir / "plan.json").for_stack("layers")[0].tensors["query_proj"] == "host"
+    records = read_metrics(run_dir)
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records if "validation_loss" in r] == [3, 6]
+    # the first step compiles, the fourth follows a validation: neither has a time of its own
+    assert [r["step_time_s"] is None for r in records] == [True, False, False, True, False, False]
+    assert [r["learning_rate"] for r in records[:3]] == pytest.approx([0.0, 5e-3, 1e-2])
+    assert result.step == 6
+    assert result.sample is not None and result.sample.startswith("def ")
+    assert "step 6/6" in output
+
+
+def test_throughput_figures_follow_from_step_time(config):
+    run(config)
+    record = read_metrics(Path(config.run_dir))[-1]
+    program = make_program(config, jax.devices()[:1])
+    assert record["tokens_per_s"] == pytest.approx(8 * 32 / record["step_time_s"])
+    expected = program.model.flops_per_token(32) * 8 * 32 / record["step_time_s"] / 1e12
+    assert record["model_tflops_per_device"] == pytest.approx(expected)
+    assert record["mfu"] is None  # no peak is known for a CPU
+
+
+def test_loss_falls_below_the_unigram_entropy(config):
+    result, _ = run(dataclasses.replace(config, steps=80, validate_every=0))
+    assert result.validation_loss is not None and result.unigram_entropy is not None
+    assert result.validation_loss < result.unigram_entropy
+
+
+@pytest.mark.parametrize("placement", ["minimal_offloaded", "none"])
+def test_resuming_continues_bit_for_bit_and_the_plan_may_change(config, tmp_path, placement):
+    config = dataclasses.replace(config, validate_every=0)
+    run(config)
+    whole = losses(config)
+    split = dataclasses.replace(config, run_dir=str(tmp_path / "split"), checkpoint_every=3)
+    run(split)
+    # forget what came after the third step, as if the process had died there, in the middle of a line
+    checkpoints = Path(split.run_dir) / "checkpoints"
+    assert sorted(p.name for p in checkpoints.iterdir() if p.name.isdigit()) == ["3", "6"]
+    shutil.rmtree(checkpoints / "6")
+    with (Path(split.run_dir) / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 7, "lo')
+    result, _ = run(dataclasses.replace(split, resume=True, placement=placement))
+    assert [r["step"] for r in read_metrics(Path(split.run_dir))] == [1, 2, 3, 4, 5, 6]
+    assert losses(split) == (whole if placement == config.placement else pytest.approx(whole, rel=1e-6))
+    assert result.step == 6
+
+
+def test_placements_and_meshes_train_alike(config):
+    one, _ = run(config)
+    other = dataclasses.replace(
+        config, run_dir=config.run_dir + "-mesh", mesh="data=2,fsdp=2,tensor=1,sequence=2", placement="none"
+    )
+    eight, _ = run(other, jax.devices())
+    assert losses(other) == pytest.approx(losses(config), rel=1e-4)
+    assert eight.validation_loss == pytest.approx(one.validation_loss, rel=1e-4)
+
+
+def test_microbatches_train_alike(config):
+    run(config)
+    parts = dataclasses.replace(config, run_dir=config.run_dir + "-parts", accumulate=4)
+    run(parts)
+    assert losses(parts) == pytest.approx(losses(config), rel=1e-4)
+
+
+def test_a_checkpoint_of_another_shape_is_refused(config):
+    run(config)
+    other = dataclasses.replace(config, sizes={**SIZES, "mlp": 96}, resume=True, steps=9)
+    with pytest.raises(UserError, match=r"is of another model .*\[2, 32, 64\] in it and \[2, 32, 96\]"):
+        run(other)
+    assert len(losses(config)) == 6
+
+
+def test_a_damaged_checkpoint_is_named(config):
+    run(config)
+    for file in (Path(config.run_dir) / "checkpoints" / "6" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.raises(UserError, match="checkpoints/6 cannot be read"):
+        run(dataclasses.replace(config, resume=True, steps=9))
+
+
+def test_a_finished_run_is_not_resumed_and_an_existing_one_not_overwritten(config):
+    run(config)
+    with pytest.raises(UserError, match="has done its 6 steps: raise --steps"):
+        run(dataclasses.replace(config, resume=True))
+    with pytest.raises(UserError, match="is not empty"):
+        run(config)
+    with pytest.raises(UserError, match="no run with checkpoints"):
+        run(dataclasses.replace(config, resume=True, run_dir=config.run_dir + "-none"))
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_is_not_kept(config):
+    broken = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=1, clip_norm=0))
+    with pytest.raises(NonFiniteLossError, match=r"step \d+: the loss is .*(nan|inf)") as error:
+        run(dataclasses.replace(broken, steps=20))
+    assert error.value.exit_code == 3
+    assert not list((Path(config.run_dir) / "checkpoints").glob("[0-9]*"))
+    assert losses(config), "the steps until then are recorded"
+
+
+def test_an_interrupt_finishes_the_step_and_keeps_it(config, monkeypatch):
+    real = loop._place
+    calls = []
+
+    def place(program, batch):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return real(program, batch)
+
+    monkeypatch.setattr(loop, "_place", place)
+    result, _ = run(dataclasses.replace(config, validation_batches=0))
+    assert (result.interrupted, result.step) == (True, 3)
+    monkeypatch.setattr(loop, "_place", real)
+    result, _ = run(dataclasses.replace(config, validation_batches=0, resume=True))
+    assert (result.interrupted, result.step) == (False, 6)
+    assert [r["step"] for r in read_metrics(Path(config.run_dir))] == [1, 2, 3, 4, 5, 6]
+
+
+def test_sampling_is_seeded_and_greedy_at_temperature_zero(config):
+    program = make_program(config, jax.devices()[:1])
+    weights = program.init(jax.random.key(0)).weights
+    prompt = np.array([10, 20, 30], np.int32)
+    options = {"tokens": 40, "vocab": 258}  # longer than the window of 32
+    greedy = sample(program, weights, prompt, temperature=0.0, seed=0, **options)
+    assert (greedy == sample(program, weights, prompt, temperature=0.0, seed=1, **options)).all()
+    context = jnp.asarray([[*prompt]])
+    first = program.model.logits(weights, context, sharding=program.sharding, dtype=jnp.float32)[0, -1, :258].argmax()
+    assert greedy[0] == first
+    warm = sample(program, weights, prompt, temperature=1.0, seed=0, **options)
+    assert (warm == sample(program, weights, prompt, temperature=1.0, seed=0, **options)).all()
+    assert (warm != sample(program, weights, prompt, temperature=1.0, seed=1, **options)).any()
+    assert warm.max() < 258
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5p", "v5p"),
+        ("TPU v5", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU7x", "tpu7x"),
+        ("cpu", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_devices_are_recognised_by_their_kind(kind, name):
+    class Device:
+        device_kind = kind
+
+    found = hardware_of(Device())
+    assert (found.name if found else None) == name
+
+
+def test_metrics_lines_are_json_objects(config):
+    run(config)
+    for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines():
+        assert {"step", "loss", "grad_norm", "tokens_per_s", "step_time_s"} <= json.loads(line).keys()
