@@ -34,6 +34,11 @@ def parse_bytes(text: str | int | float) -> int:
     return round(value * _UNITS[unit])
 
 
+def format_gib(num_bytes: float, digits: int = 2) -> str:
+    """`num_bytes` as GiB, the unit of machines and of full-size models."""
+    return f"{num_bytes / GiB:,.{digits}f} GiB"
+
+
 def format_bytes(num_bytes: float) -> str:
     """`num_bytes` in the largest binary unit that keeps it at or above one."""
     for unit, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -338,6 +339,16 @@ def test_head_dim_is_embed_over_heads_unless_given(configured):
         ("rope_scaling", {"type": "linear", "factor": 2.0}, ["rope_type='linear'"]),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, ["low_freq_factor=None"]),
         ("rope_scaling", 8.0, ["rope_scaling=8.0"]),
+        (
+            "rope_scaling",
+            PUBLISHED_8B["rope_scaling"] | {"low_freq_factor": 4.0},
+            ["low_freq_factor=4.0", "less than high_freq_factor=4.0"],
+        ),
+        (
+            "rope_scaling",
+            PUBLISHED_8B["rope_scaling"] | {"original_max_position_embeddings": math.inf},
+            ["original_max_position_embeddings=inf"],
+        ),
         ("partial_rotary_factor", 0.5, ["partial_rotary_factor=0.5"]),
         ("hidden_size", ..., ["'hidden_size'"]),
         ("hidden_size", "4096", ["hidden_size='4096'"]),
@@ -345,6 +356,7 @@ def test_head_dim_is_embed_over_heads_unless_given(configured):
         ("num_hidden_layers", 0, ["num_hidden_layers=0"]),
         ("num_key_value_heads", 5, ["heads=32", "kv_heads=5"]),
         ("rms_norm_eps", -1.0, ["rms_norm_eps=-1.0"]),
+        ("rms_norm_eps", math.nan, ["rms_norm_eps=nan"]),
         ("tie_word_embeddings", "no", ["tie_word_embeddings='no'"]),
     ],
 )

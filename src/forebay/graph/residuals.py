@@ -68,7 +68,7 @@ def block_names(block: Callable[..., Any], layer: Any, x: Any, *constants: Any) 
     All arguments are arrays or `ShapeDtypeStruct`s of one layer.
     """
     args = (layer, x, *constants)
-    carried = tuple(dict.fromkeys(_names(jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(block, *a)))(*args).jaxpr)))
+    carried = carried_names(block, *args)
     residual_bytes: dict[str, int] = {}
     for kept in [carried, *((name,) for name in carried)]:
         policy = jax.checkpoint_policies.save_only_these_names(*kept)
@@ -78,6 +78,12 @@ def block_names(block: Callable[..., Any], layer: Any, x: Any, *constants: Any) 
             if size:
                 residual_bytes[name] = size
     return BlockNames(carried, residual_bytes, input_names(block, layer, x, *constants))
+
+
+def carried_names(block: Callable[..., Any], *args: Any) -> tuple[str, ...]:
+    """The checkpoint names in `block(*args)` and in the differentiation rules of what it calls, in order."""
+    jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(block, *a)))(*args).jaxpr
+    return tuple(dict.fromkeys(_names(jaxpr)))
 
 
 def input_names(block: Callable[..., Any], layer: Any, x: Any, *constants: Any) -> tuple[str, ...]:

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from forebay.errors import UserError
-from forebay.graph.residuals import Residual, input_names, residuals
+from forebay.errors import UserError, unknown
+from forebay.graph.residuals import Residual, carried_names, input_names, residuals
 from forebay.offload.policy import apply
-from forebay.planner.placement import Placement
+from forebay.planner.placement import EVERYTHING, Placement
 from forebay.planner.plan import Plan
 
 UNNAMED = "unnamed"
@@ -56,7 +56,8 @@ def scan_layers(
 
     Raises:
         UserError: a block whose result differs from its carry in structure, shape or dtype; leaves of
-            `layers` with different leading dimensions; placements that do not cover them.
+            `layers` with different leading dimensions; placements that do not cover them, or that place
+            a tensor which the block does not name.
     """
     placements = plan.for_stack(stack) if isinstance(plan, Plan) else tuple(plan)
     count = _layer_count(layers)
@@ -68,6 +69,7 @@ def scan_layers(
     # arrays that the block closes over become constants, so that they may be differentiated too
     block, closed_over = jax.closure_convert(block, _one_layer_of(layers), x, *constants)
     constants = (*constants, *closed_over)
+    _check_names(block, placements, x, layers, constants)
     ranges = [_Range(block, p) for p in placements]
     # The leaves of `constants` by which any trace of `forward` is differentiated. A jitted caller is traced
     # once and may be differentiated several times, by other arguments each time, in any order before the
@@ -301,6 +303,16 @@ def _layer_count(layers: Any) -> int:
             f"the layers' arrays have leading dimensions {sorted(counts)}: stack them along one first dimension"
         )
     return counts.pop()
+
+
+def _check_names(
+    block: Callable[..., Any], placements: Sequence[Placement], x: Any, layers: Any, constants: tuple[Any, ...]
+) -> None:
+    carried = carried_names(block, _one_layer_of(layers), x, *constants)
+    for placement in placements:
+        for tensor in placement.tensors:
+            if tensor != EVERYTHING and tensor not in carried:
+                raise unknown(f"tensor (the block of {placement.stack!r} names none so)", tensor, carried)
 
 
 def _check_carry(block: Callable[..., Any], x: Any, layers: Any, constants: tuple[Any, ...]) -> None:

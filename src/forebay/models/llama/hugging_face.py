@@ -298,10 +298,13 @@ class _Reader:
             return theta, None
         if kind != "llama3":
             raise self._refused("rope_type", kind, "'llama3' or 'default'")
+        low, high = self._number(rope, "low_freq_factor"), self._number(rope, "high_freq_factor")
+        if low >= high:  # frequencies are blended over the interval between the two
+            raise self._refused("low_freq_factor", low, f"less than high_freq_factor={high}")
         return theta, RopeScaling(
             factor=self._number(rope, "factor"),
-            low_freq_factor=self._number(rope, "low_freq_factor"),
-            high_freq_factor=self._number(rope, "high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
             original_max_position_embeddings=int(self._number(rope, "original_max_position_embeddings")),
         )
 
@@ -322,7 +325,7 @@ class _Reader:
     def _number(self, keys: Mapping[str, Any], key: str, default: float | None = None) -> float:
         value = keys.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self._refused(key, value, "a positive number")
         return float(value)
 
