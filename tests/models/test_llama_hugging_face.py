@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from forebay.errors import UserError
@@ -142,6 +143,13 @@ def test_transformers_computes_the_same_from_what_we_save(case, max_shard_bytes,
     command = [python, "-c", READ_WITH_TRANSFORMERS, *(tmp_path / n for n in ("out", "tokens.npy", "logits.npy"))]
     subprocess.run(command, check=True)
     assert relative_error(logits(weights, config, tokens), np.load(tmp_path / "logits.npy")) < 1e-4
+
+
+def test_files_are_marked_as_transformers_4_demands(tmp_path):
+    # it refuses files whose metadata do not name the framework; "pt" stands for PyTorch's layout
+    hugging_face.save(hugging_face.load(TIED), hugging_face.config_from_hf(TIED), tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
 
 
 # --- round trips, types, placement ------------------------------------------------------------------

@@ -5,10 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from forebay.train.run_config import TrainConfig
-
 from forebay.errors import EXIT_DOES_NOT_FIT, EXIT_OK, UserError
 from forebay.train.config import ProgramConfig
+from forebay.train.run_config import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

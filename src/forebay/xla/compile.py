@@ -5,6 +5,7 @@ temporaries are too large wherever there is a loop (a program it puts at 133 GiB
 95 GiB, and one is refused exactly when the assignment exceeds the memory), so it is not used.
 """
 
+import contextlib
 import dataclasses
 import re
 import tempfile
@@ -81,6 +82,7 @@ def compile_step(
     weight_shapes: Collection[tuple[int, ...]] = (),
     options: Mapping[str, Any] | None = None,
     save_hlo: Path | None = None,
+    dump: Path | None = None,
 ) -> CompiledStep:
     """Compiles a jitted function for the devices of its shardings and reads the result.
 
@@ -90,6 +92,7 @@ def compile_step(
         weight_shapes: shapes of the weights on one device, by which their gradients are recognised.
         options: compiler options for this compile, flag names without the leading dashes.
         save_hlo: where to write the optimised, scheduled HLO text.
+        dump: an empty directory for all that XLA writes about the compile; it is not kept otherwise.
 
     Raises:
         UserError: the compiler refuses an option, or does not say what its memory holds.
@@ -97,9 +100,10 @@ def compile_step(
     start = time.perf_counter()
     lowered = step.lower(*args)
     lowered_at = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="forebay-xla-") as folder:
-        dump = Path(folder)
-        dump_options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+    with contextlib.ExitStack() as stack:
+        if dump is None:
+            dump = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-xla-")))
+        dump_options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
         refused = text = None
         try:
             text = lowered.compile(compiler_options=dict(options or {}) | dump_options).as_text()
