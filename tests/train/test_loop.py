@@ -5,17 +5,22 @@ import io
 import json
 import shutil
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
-from forebay.errors import UserError
+from forebay.errors import MissingExtraError, UserError
 from forebay.planner.plan import Plan
 from forebay.train import loop
+from forebay.train.checkpoint import Checkpoints
 from forebay.train.config import OptimizerConfig
 from forebay.train.data import DataConfig
 from forebay.train.loop import NonFiniteLossError, train
@@ -24,8 +29,31 @@ from forebay.train.program import make_program
 from forebay.train.run_config import TrainConfig
 from forebay.train.sample import sample
 
+pytestmark = [
+    pytest.mark.xdist_group("runs"),  # in one process, which compiles once: see `compile_once`
+    # Orbax leaves reads behind when one of them fails
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <coroutine object _read_array"),
+]
+
 SIZES = {"layers": 2, "embed": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp": 64, "vocab": 264}
 TEXT = "".join(f"{i}: the water waits above the dam, {i * i} litres of it\n" for i in range(2000))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nearly all runs here are of one program, and compiling it is nearly all their time."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for settings in (options, before):
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if settings is options:
+            yield
 
 
 @pytest.fixture
@@ -85,23 +113,48 @@ def test_loss_falls_below_the_unigram_entropy(config):
     assert result.validation_loss < result.unigram_entropy
 
 
-@pytest.mark.parametrize("placement", ["minimal_offloaded", "none"])
-def test_resuming_continues_bit_for_bit_and_the_plan_may_change(config, tmp_path, placement):
-    config = dataclasses.replace(config, validate_every=0)
-    run(config)
-    whole = losses(config)
-    split = dataclasses.replace(config, run_dir=str(tmp_path / "split"), checkpoint_every=3)
-    run(split)
-    # forget what came after the third step, as if the process had died there, in the middle of a line
-    checkpoints = Path(split.run_dir) / "checkpoints"
-    assert sorted(p.name for p in checkpoints.iterdir() if p.name.isdigit()) == ["3", "6"]
+def forget_after_step_3(config: TrainConfig) -> None:
+    """Leaves a run of 6 steps, with checkpoints every 3, as if its process had died later, in the middle of a line."""
+    checkpoints = Path(config.run_dir) / "checkpoints"
+    assert {p.name for p in checkpoints.iterdir() if p.name.isdigit()} == {"3", "6"}
     shutil.rmtree(checkpoints / "6")
-    with (Path(split.run_dir) / "metrics.jsonl").open("a") as lines:
+    with (Path(config.run_dir) / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 7, "lo')
-    result, _ = run(dataclasses.replace(split, resume=True, placement=placement))
-    assert [r["step"] for r in read_metrics(Path(split.run_dir))] == [1, 2, 3, 4, 5, 6]
-    assert losses(split) == (whole if placement == config.placement else pytest.approx(whole, rel=1e-6))
+
+
+def newest_state(config: TrainConfig) -> list[np.ndarray]:
+    checkpoints = Checkpoints(Path(config.run_dir) / "checkpoints", keep=2)
+    state, _ = checkpoints.restore(make_program(config, jax.devices()[:1]))
+    checkpoints.close()
+    return [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+def test_resuming_continues_bit_for_bit(config):
+    config = dataclasses.replace(config, checkpoint_every=3, validate_every=0)
+    run(config)
+    straight_losses, straight_state = losses(config), newest_state(config)
+    forget_after_step_3(config)
+    result, _ = run(dataclasses.replace(config, resume=True))
     assert result.step == 6
+    assert [r["step"] for r in read_metrics(Path(config.run_dir))] == [1, 2, 3, 4, 5, 6]
+    assert losses(config) == straight_losses
+    for resumed, straight in zip(newest_state(config), straight_state, strict=True):
+        np.testing.assert_array_equal(resumed, straight)
+
+
+def test_the_plan_may_change_on_resume_and_changes_no_number(config):
+    config = dataclasses.replace(config, checkpoint_every=3, validate_every=0)
+    run(config)
+    straight = losses(config)
+    forget_after_step_3(config)
+    run(dataclasses.replace(config, resume=True, placement="none"))
+    assert losses(config) == pytest.approx(straight, rel=1e-6)
+    # the files say what the run went on with, and beside them what it did before
+    run_dir = Path(config.run_dir)
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["placement"] == "none"
+    assert yaml.safe_load((run_dir / "config.until-step-3.yaml").read_text())["placement"] == "minimal_offloaded"
+    assert Plan.load(run_dir / "plan.json").for_stack("layers")[0].tensors == {"*": "device"}
+    assert Plan.load(run_dir / "plan.until-step-3.json").for_stack("layers")[0].tensors["query_proj"] == "host"
 
 
 def test_placements_and_meshes_train_alike(config):
@@ -129,32 +182,109 @@ def test_a_checkpoint_of_another_shape_is_refused(config):
     assert len(losses(config)) == 6
 
 
-def test_a_damaged_checkpoint_is_named(config):
-    run(config)
-    for file in (Path(config.run_dir) / "checkpoints" / "6" / "state").rglob("*"):
-        if file.is_file():
-            file.write_bytes(b"")
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [empty, Path.unlink, flip_a_bit])
+def test_a_damaged_checkpoint_is_named(config, damage):
+    run(dataclasses.replace(config, validation_batches=0))
+    # the largest file holds the weights
+    state = Path(config.run_dir) / "checkpoints" / "6" / "state"
+    damage(max((f for f in state.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size))
+    before = (Path(config.run_dir) / "metrics.jsonl").read_text()
     with pytest.raises(UserError, match="checkpoints/6 cannot be read"):
         run(dataclasses.replace(config, resume=True, steps=9))
+    assert (Path(config.run_dir) / "metrics.jsonl").read_text() == before
 
 
 def test_a_finished_run_is_not_resumed_and_an_existing_one_not_overwritten(config):
     run(config)
+    metrics = Path(config.run_dir) / "metrics.jsonl"
+    with metrics.open("a") as lines:
+        lines.write('{"step": 7}\n')  # of a step after the checkpoint: a resumed run would drop it
+    before = metrics.read_text()
     with pytest.raises(UserError, match="has done its 6 steps: raise --steps"):
         run(dataclasses.replace(config, resume=True))
+    assert metrics.read_text() == before
     with pytest.raises(UserError, match="is not empty"):
         run(config)
     with pytest.raises(UserError, match="no run with checkpoints"):
         run(dataclasses.replace(config, resume=True, run_dir=config.run_dir + "-none"))
 
 
+def refuse_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
 def test_a_loss_that_is_no_number_stops_the_run_and_is_not_kept(config):
-    broken = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=1, clip_norm=0))
-    with pytest.raises(NonFiniteLossError, match=r"step \d+: the loss is .*(nan|inf)") as error:
-        run(dataclasses.replace(broken, steps=20))
+    # the learning rate of step 1 is zero; step 2 makes weights of 1e30, and step 3 cannot work with them
+    broken = OptimizerConfig(learning_rate=1e30, warmup_steps=1, clip_norm=0)
+    config = dataclasses.replace(config, optimizer=broken, steps=20, checkpoint_every=2, validate_every=0)
+    with pytest.raises(NonFiniteLossError, match=r"step 3: .*nan.*; the last checkpoint is of step 2") as error:
+        run(config)
     assert error.value.exit_code == 3
+    assert [p.name for p in (Path(config.run_dir) / "checkpoints").glob("[0-9]*")] == ["2"]
+    lines = (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=refuse_constant) for line in lines]
+    assert [r["step"] for r in records] == [1, 2, 3]
+    assert None in (records[2]["loss"], records[2]["grad_norm"])
+
+
+def test_weights_that_validate_to_no_number_are_not_kept(config):
+    # the second update overflows: learning rate x weight decay is beyond float32
+    broken = OptimizerConfig(learning_rate=3e38, warmup_steps=1, clip_norm=0, weight_decay=1e3)
+    with pytest.raises(NonFiniteLossError, match=r"step 2: .*the validation loss nan; there is no checkpoint"):
+        run(dataclasses.replace(config, optimizer=broken, steps=2))
     assert not list((Path(config.run_dir) / "checkpoints").glob("[0-9]*"))
-    assert losses(config), "the steps until then are recorded"
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("orbax.checkpoint", "orbax-checkpoint"), ("matplotlib", "matplotlib"), ("tensorboardX", "tensorboardX")],
+)
+def test_a_package_that_the_end_of_a_run_needs_is_missed_before_its_start(config, monkeypatch, module, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"needs the package '{package}'.*forebay\[train\]"):
+        run(config)
+    assert not Path(config.run_dir).exists()
+
+
+def test_an_empty_prompt_is_refused_before_the_start(config, monkeypatch):
+    class WithoutBOS:
+        vocab_size, bos_id, eos_id = 258, None, None
+
+        def encode(self, text: str) -> np.ndarray:
+            return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    monkeypatch.setattr(loop, "load_tokenizer", lambda spec: WithoutBOS())
+    with pytest.raises(UserError, match="sample_prompt is empty"):
+        run(dataclasses.replace(config, sample_tokens=5, sample_prompt=""))
+    assert not Path(config.run_dir).exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "least"),
+    [
+        ("seed", -1, 0),
+        ("checkpoint_every", -1, 0),
+        ("keep_checkpoints", 0, 1),
+        ("validate_every", -1, 0),
+        ("validation_batches", -1, 0),
+        ("sample_tokens", -5, 0),
+        ("sample_temperature", -0.1, 0),
+        ("sample_temperature", float("nan"), 0),
+    ],
+)
+def test_numbers_outside_of_their_range_are_refused(field, value, least):
+    with pytest.raises(UserError, match=f"{field}={value} must be at least {least}"):
+        TrainConfig(**{field: value})
 
 
 def test_an_interrupt_finishes_the_step_and_keeps_it(config, monkeypatch):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from forebay.errors import UserError, missing_extra
 from forebay.train.program import Program
@@ -25,7 +26,7 @@ class Checkpoints:
             raise missing_extra("orbax-checkpoint", "train", "keeping checkpoints") from None
         self._ocp = ocp
         self._directory = directory.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=max(keep, 1), cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     @property
@@ -37,10 +38,15 @@ class Checkpoints:
         """Starts writing a checkpoint; a step that is already there is left alone."""
         if step == self.latest_step:
             return
+        program_json = {
+            "model": program.model.name,
+            "shapes": _shapes(program.abstract_state),
+            "checksums": _checksums(state),
+        }
         args = self._ocp.args.Composite(
             state=self._ocp.args.StandardSave(state),
             data=self._ocp.args.JsonSave(data),
-            program=self._ocp.args.JsonSave({"model": program.model.name, "shapes": _shapes(program.abstract_state)}),
+            program=self._ocp.args.JsonSave(program_json),
         )
         self._manager.save(step, args=args)
 
@@ -59,6 +65,7 @@ class Checkpoints:
         args = self._ocp.args
         try:
             saved = self._manager.restore(step, args=args.Composite(program=args.JsonRestore()))["program"]
+            saved = {key: saved[key] for key in ("model", "shapes", "checksums")}
         except Exception as error:
             raise _damaged(where, error) from None
         _check_shapes(saved, program, where)
@@ -71,6 +78,9 @@ class Checkpoints:
             restored = self._manager.restore(step, args=wanted)
         except Exception as error:
             raise _damaged(where, error) from None
+        for name, found in _checksums(restored["state"]).items():
+            if found != saved["checksums"].get(name):
+                raise _damaged(where, ValueError(f"{name} is not what was written"))
         return restored["state"], restored["data"]
 
     def close(self) -> None:
@@ -80,12 +90,29 @@ class Checkpoints:
 
 
 def _damaged(where: Path, error: Exception) -> UserError:
-    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return UserError(f"the checkpoint {where} cannot be read ({reason[:200]}): remove it to resume from an older one")
+    first_sentence = str(error).strip().partition("\n")[0].partition(". ")[0]
+    reason = first_sentence[:200] or type(error).__name__
+    return UserError(f"the checkpoint {where} cannot be read ({reason}): remove it to resume from an older one")
 
 
 def _shapes(state: TrainState) -> dict[str, list[int]]:
     return {jax.tree_util.keystr(path): list(x.shape) for path, x in jax.tree.leaves_with_path(state)}
+
+
+def _checksums(state: TrainState) -> dict[str, int]:
+    """For each array the sum of its elements' bits modulo 2^32: a storage's flipped bit would else pass for a weight."""
+    return {
+        jax.tree_util.keystr(path): int(s) for path, s in jax.tree.leaves_with_path(jax.device_get(_bit_sums(state)))
+    }
+
+
+@jax.jit
+def _bit_sums(tree: Any) -> Any:
+    def bit_sum(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+        return jnp.sum(bits, dtype=jnp.uint32)
+
+    return jax.tree.map(bit_sum, tree)
 
 
 def _check_shapes(saved: dict[str, Any], program: Program, where: Path) -> None:

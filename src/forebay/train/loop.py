@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib.util
+import json
 import math
 import signal
 import threading
@@ -15,7 +17,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from forebay.errors import EXIT_WRONG_NUMBERS, UserError
+from forebay.errors import EXIT_WRONG_NUMBERS, UserError, missing_extra
 from forebay.report.plots import loss_curve
 from forebay.report.training import TrainingDisplay
 from forebay.train.checkpoint import Checkpoints, truncate_metrics
@@ -25,10 +27,11 @@ from forebay.train.program import Program
 from forebay.train.run_config import TrainConfig, to_yaml
 from forebay.train.sample import sample
 from forebay.train.state import TrainState, initial_state
+from forebay.xla.options import compiler_options
 
 
 class NonFiniteLossError(UserError):
-    """The loss is not a number any more."""
+    """The loss is not a finite number any more."""
 
     exit_code = EXIT_WRONG_NUMBERS
 
@@ -37,6 +40,7 @@ class NonFiniteLossError(UserError):
 class TrainResult:
     """The end of a run. Losses and entropy in nats per token.
 
+    `time_to_first_step_s` is from the call of `train` to the first step's results: data, weights and compiling.
     `interrupted` is whether it was stopped by a signal before its last step.
     """
 
@@ -54,10 +58,12 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
 
     Raises:
         UserError: data, weights or checkpoint that do not go with the configuration.
+        MissingExtraError: a package that the run will need, now or at its end, is not installed.
         NonFiniteLossError: the loss became infinite or not a number; no checkpoint is written then.
     """
     start = time.perf_counter()
     check_run_dir(config)
+    _check_packages(config)
     run_dir = Path(config.run_dir)
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > program.model.vocab:
@@ -65,6 +71,7 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
             f"the tokenizer has {tokenizer.vocab_size} tokens and {program.model.name} a vocabulary of "
             f"{program.model.vocab}: set --sizes.vocab to at least {tokenizer.vocab_size}"
         )
+    prompt = _prompt(config, tokenizer)
     processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     data = make_train_iterator(config.data, batch=config.batch, seq=config.seq, **processes)
     validation = _validation_batches(config, processes)
@@ -73,24 +80,25 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
     if config.resume:
         state, position = checkpoints().restore(program)
         data.set_state(position)
-        truncate_metrics(run_dir / "metrics.jsonl", int(state.step))
     else:
         state = _first_state(config, program)
     done = int(state.step)
     if done >= config.steps:
         raise UserError(f"the run in {run_dir} has done its {done} steps: raise --steps to go on")
 
-    if not config.resume:
-        _make_run_dir(config, program)
+    _record_run(config, program, done)
+    if config.resume:
+        truncate_metrics(run_dir / "metrics.jsonl", done)
     file = MetricsFile(run_dir, config.tensorboard)
     recorder = _Recorder(program, file, validation, start)
-    step_function = program.jit_step()
+    recorder.kept_step = done if config.resume else None
+    platform = program.sharding.mesh.devices.flat[0].platform
+    # the options that `forebay compile` compiles with: what it says is said of this program
+    step_function = program.jit_step(compiler_options(platform, deviceless=False, offloads=program.plan.offloads))
     try:
         with TrainingDisplay(console, config.steps, done) as display, _stop_signals() as stopped:
             recorder.show = display.update
             for step in range(done + 1, config.steps + 1):
-                if stopped:
-                    break
                 state, results = step_function(state, _place(program, next(data)))
                 recorder.finish_pending()  # of the step before, while this one runs: the device never waits for us
                 recorder.pending = (step, results)
@@ -99,11 +107,13 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
                 if step < config.steps and _due(config.checkpoint_every, step):
                     recorder.finish_pending()  # a step that went wrong must not be kept
                     checkpoints().save(step, state, data.get_state(), program)
+                    recorder.kept_step = step
                     recorder.restart_clock()
+                if stopped:
+                    break
             recorder.finish_pending()
         finished = int(state.step)
-        if finished > done:
-            checkpoints().save(finished, state, data.get_state(), program)
+        checkpoints().save(finished, state, data.get_state(), program)
     finally:
         file.close()
         data.close()
@@ -111,7 +121,13 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
     entropy = unigram_entropy(validation) if validation else None
     loss_curve(read_metrics(run_dir), entropy, run_dir / "loss.png")
     interrupted = finished < config.steps
-    text = _sample(config, program, state, tokenizer) if config.sample_tokens and not interrupted else None
+    text = None
+    if prompt is not None and not interrupted:
+        ids = sample(
+            program, state.weights, prompt, tokens=config.sample_tokens, temperature=config.sample_temperature,
+            seed=config.seed, vocab=tokenizer.vocab_size,
+        )  # fmt: skip
+        text = config.sample_prompt + tokenizer.decode(ids)
     return TrainResult(
         finished, recorder.loss, recorder.validation_loss, entropy, text, recorder.first_step_s, interrupted
     )
@@ -135,6 +151,7 @@ class _Recorder:
         self._clock: float | None = None
         self.pending: tuple[int, dict[str, jax.Array]] | None = None
         self.show: Callable[[dict[str, Any]], None] = lambda record: None
+        self.kept_step: int | None = None  # of the newest checkpoint
         self.loss: float | None = None
         self.validation_loss: float | None = None
         self.first_step_s: float | None = None
@@ -146,7 +163,7 @@ class _Recorder:
         """Waits for the pending step and records it; with weights, validates them too.
 
         Raises:
-            NonFiniteLossError: the step's loss or gradient norm is infinite or not a number.
+            NonFiniteLossError: the step's loss, gradient norm or validation loss is infinite or not a number.
         """
         if self.pending is None:
             return
@@ -159,18 +176,30 @@ class _Recorder:
         record = self._metrics.record(step, results, None if self._clock is None else now - self._clock)
         self._clock = now
         self.loss = record["loss"]
-        if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
-            self._file.write(record)
-            raise NonFiniteLossError(
-                f"step {step}: the loss is {record['loss']} and the gradient norm {record['grad_norm']}; nothing of this "
-                f"step was kept: lower optimizer.learning_rate, or resume from the last checkpoint with other data.seed"
-            )
-        if validate_with is not None and self._validation:
+        finite = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
+        if finite and validate_with is not None and self._validation:
             losses = [self._evaluate(validate_with, _place(self._program, batch)) for batch in self._validation]
             self.validation_loss = record["validation_loss"] = float(np.mean(jax.device_get(losses)))
             self.restart_clock()
+            finite = math.isfinite(self.validation_loss)
         self._file.write(record)
+        if not finite:
+            raise self._not_finite(record)
         self.show(record)
+
+    def _not_finite(self, record: dict[str, Any]) -> NonFiniteLossError:
+        validated = f", the validation loss {record['validation_loss']}" if "validation_loss" in record else ""
+        if self.kept_step is None:
+            way_out = "there is no checkpoint: start again with a lower optimizer.learning_rate"
+        else:
+            way_out = (
+                f"the last checkpoint is of step {self.kept_step}: continue from it with --resume and a lower "
+                f"optimizer.learning_rate"
+            )
+        return NonFiniteLossError(
+            f"step {record['step']}: the loss is {record['loss']}, the gradient norm {record['grad_norm']}{validated}; "
+            f"{way_out}"
+        )
 
 
 class _Lazily:
@@ -207,12 +236,42 @@ def check_run_dir(config: TrainConfig) -> None:
         raise UserError(f"the run directory {str(run_dir)!r} is not empty: choose another --run_dir{again}")
 
 
-def _make_run_dir(config: TrainConfig, program: Program) -> None:
+def _check_packages(config: TrainConfig) -> None:
+    """Raises before the first step what would otherwise come at the end of the run, and cost its result."""
+    needed = [
+        ("orbax.checkpoint", "orbax-checkpoint", "keeping checkpoints"),
+        ("matplotlib", "matplotlib", "plotting the loss"),
+    ]
+    if config.tensorboard:
+        needed.append(("tensorboardX", "tensorboardX", "writing TensorBoard events (tensorboard=true)"))
+    for module, package, purpose in needed:
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # the package that would hold it
+            found = False
+        if not found:
+            raise missing_extra(package, "train", purpose)
+
+
+def _record_run(config: TrainConfig, program: Program, done: int) -> None:
+    """Makes the run directory and writes the configuration and the plan.
+
+    Where a resumed run has others than the steps before it, those are set aside under the number of steps done. What
+    already lies there stays: the attempt that it made way for led to no checkpoint.
+    """
     run_dir = Path(config.run_dir)
+    files = {
+        "config.yaml": to_yaml(dataclasses.replace(config, resume=False)),
+        "plan.json": json.dumps(program.plan.to_json(), indent=2) + "\n",
+    }
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(to_yaml(config))
-        program.plan.save(run_dir / "plan.json")
+        for name, text in files.items():
+            file = run_dir / name
+            aside = file.with_stem(f"{file.stem}.until-step-{done}")
+            if file.exists() and file.read_text() != text and not aside.exists():
+                file.rename(aside)
+            file.write_text(text)
     except OSError as error:
         raise UserError(f"cannot write the run directory {str(run_dir)!r}: {error.strerror}") from None
 
@@ -241,17 +300,15 @@ def _place(program: Program, batch: Any) -> dict[str, jax.Array]:
     }
 
 
-def _sample(config: TrainConfig, program: Program, state: TrainState, tokenizer: Any) -> str:
-    prompt = tokenizer.encode(config.sample_prompt)
+def _prompt(config: TrainConfig, tokenizer: Any) -> np.ndarray | None:
+    """The ids to continue at the end, int32 `[length]`; None where nothing is sampled."""
+    if not config.sample_tokens:
+        return None
     start = [tokenizer.bos_id] if tokenizer.bos_id is not None else []
-    prompt = np.asarray([*start, *prompt], np.int32)
+    prompt = np.asarray([*start, *tokenizer.encode(config.sample_prompt)], np.int32)
     if not len(prompt):
         raise UserError("sample_prompt is empty: give a text to continue, or set sample_tokens to 0")
-    ids = sample(
-        program, state.weights, prompt, tokens=config.sample_tokens, temperature=config.sample_temperature,
-        seed=config.seed, vocab=tokenizer.vocab_size,
-    )  # fmt: skip
-    return config.sample_prompt + tokenizer.decode(ids)
+    return prompt
 
 
 def _due(every: int, step: int) -> bool:

@@ -3,7 +3,7 @@
 One JSON object a step: `step`, `loss` (nats per token), `grad_norm` (before clipping), `learning_rate`,
 `step_time_s`, `tokens_per_s`, `model_tflops_per_device`, `mfu`, `device_bytes_in_use`,
 `device_peak_bytes`, `process_peak_rss_bytes`, and `validation_loss` where it was measured. What a
-machine does not tell is null.
+machine does not tell is null, and so is what is not finite: JSON has no word for it.
 
 `model_tflops_per_device` is the model's FLOPs of one step (`flops_per_token`: forward and backward,
 attention causal, nothing recomputed) over step time and devices, in 1e12/s; `mfu` is that over the
@@ -77,11 +77,12 @@ class MetricsFile:
             self._events = SummaryWriter(str(run_dir / "tensorboard"), write_to_disk=True)
 
     def write(self, record: dict[str, Any]) -> None:
+        record = {k: v if v is not None and math.isfinite(v) else None for k, v in record.items()}
         self._lines.write(json.dumps(record) + "\n")
         self._lines.flush()
         if self._events is not None:
             for name, value in record.items():
-                if name != "step" and value is not None and math.isfinite(value):
+                if name != "step" and value is not None:
                     self._events.add_scalar(name, value, record["step"])
 
     def close(self) -> None:

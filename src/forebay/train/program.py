@@ -6,7 +6,7 @@ The same `Program` is run by the trainer and compiled, for machines that are not
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -128,13 +128,14 @@ class Program:
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
         return TrainState(state.step + 1, weights, optimizer), metrics
 
-    def jit_step(self) -> Any:
-        """The step, jitted, with its shardings and the state donated."""
+    def jit_step(self, options: Mapping[str, Any] | None = None) -> Any:
+        """The step, jitted, with its shardings and the state donated; `options` are for the compiler."""
         return jax.jit(
             self.step,
             in_shardings=(self.state_shardings, self.batch_shardings),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
+            compiler_options=dict(options or {}) or None,
         )
 
     def local_weight_shapes(self) -> set[tuple[int, ...]]:

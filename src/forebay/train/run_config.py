@@ -1,11 +1,23 @@
 """The arguments of a training run: the program, the data and what is kept."""
 
 import dataclasses
+import math
 
 import yaml
 
+from forebay.errors import UserError
 from forebay.train.config import ProgramConfig
 from forebay.train.data import DataConfig
+
+_LEAST = {
+    "seed": 0,
+    "checkpoint_every": 0,
+    "keep_checkpoints": 1,
+    "validate_every": 0,
+    "validation_batches": 0,
+    "sample_tokens": 0,
+    "sample_temperature": 0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +38,9 @@ class TrainConfig(ProgramConfig):
         sample_tokens: tokens of the continuation; 0 does not sample.
         sample_temperature: temperature of the sampling; 0 takes the likeliest token.
         tensorboard: also write TensorBoard events.
+
+    Raises:
+        UserError: a number outside of its range.
     """
 
     run_dir: str = "runs/default"
@@ -41,6 +56,14 @@ class TrainConfig(ProgramConfig):
     sample_tokens: int = 200
     sample_temperature: float = 0.8
     tensorboard: bool = True
+
+    def __post_init__(self):
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= least):
+                raise UserError(f"{name}={value} must be at least {least}")
+        if self.seed >= 2**31:
+            raise UserError(f"seed={self.seed} must be less than {2**31}")
 
 
 def to_yaml(config: TrainConfig) -> str:
