@@ -227,3 +227,8 @@ def test_switches_may_stand_alone_or_have_a_value():
     assert parsed(TrainConfig, "--resume", "--batch", "3").resume is True
     assert parsed(TrainConfig, "--resume", "false").resume is False
     assert parsed(TrainConfig, "--batch", "3", "--resume").resume is True
+
+
+def test_flags_may_be_written_with_dashes():
+    assert parsed(TrainConfig, "--run-dir", "a-b", "--optimizer.learning-rate=0.5").optimizer.learning_rate == 0.5
+    assert parsed(TrainConfig, "--run-dir=a-b").run_dir == "a-b"

@@ -28,7 +28,8 @@ def parse[T](
 ) -> T:
     """`argv` as a `config_class`.
 
-    A flag of type bool may stand alone. A first argument that is no flag is the field `positional`.
+    A flag may have dashes for underscores, and one of type bool may stand alone. A first argument that
+    is no flag is the field `positional`.
 
     Files given by `--config` are read first, in order; flags override them. Keys of a file that belong
     to one of `also` (other verbs' dataclasses) and not to `config_class` are passed over, so that a
@@ -42,7 +43,7 @@ def parse[T](
     parser.add_argument(
         "--config", metavar="FILE", help="a YAML file of these keys; flags override it; may be repeated"
     )
-    arguments, files = _split_config_flags(argv)
+    arguments, files = _split_config_flags([_with_underscores(a) for a in argv])
     if positional is not None and arguments and not arguments[0].startswith("-"):
         arguments.insert(0, f"--{positional}")
     arguments = _complete_switches(arguments, config_class)
@@ -87,6 +88,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             f"the configuration file {str(path)!r} holds a {type(content).__name__}: write key: value lines"
         )
     return content
+
+
+def _with_underscores(argument: str) -> str:
+    """`--save-hlo=a-b` as `--save_hlo=a-b`."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
 
 
 def _split_config_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
