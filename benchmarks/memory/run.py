@@ -5,7 +5,8 @@
 For each case the named parts are added up and compared with the total that XLA reports itself: on GPU
 `memory_analysis()` (arguments + temporaries + outputs - aliased); on TPU the sizes of the allocations
 in the buffer assignment's text, added up here without forebay's reader (`memory_analysis()` counts
-temporaries of loops wrongly there, see `docs/xla.md`). Results go to `results.md` beside this file.
+temporaries of loops wrongly there, see `docs/xla.md`). Results go to `results.json` and `results.md`
+beside this file; `--only` replaces the rows of one machine.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MODELS = {"llama3.1-8b": (8, 8, 8192), "llama3.1-70b": (64, 64, 8192), "llama3.1-405b": (128, 128, 8192)}
+MACHINES = ("gb200", "h200", "v5p")
 PLACEMENTS = ("full", "decoder_layer_input=host")
 
 
@@ -82,8 +84,10 @@ def main() -> None:
     if arguments.case:
         one(*arguments.case)
         return
+    saved = HERE / "results.json"
+    before = json.loads(saved.read_text()) if arguments.only and saved.exists() else []
     rows = []
-    for hardware in ("gb200", "h200", "v5p"):
+    for hardware in MACHINES:
         if arguments.only in (None, hardware):
             for model in MODELS:
                 for placement in PLACEMENTS:
@@ -93,6 +97,9 @@ def main() -> None:
                         sys.exit(done.stderr[-2000:])
                     rows.append(json.loads(done.stdout.splitlines()[-1]))
                     print({k: v for k, v in rows[-1].items() if k != "versions"}, flush=True)
+    rows += [r for r in before if r["hardware"] != arguments.only]
+    rows.sort(key=lambda r: MACHINES.index(r["hardware"]))
+    saved.write_text(json.dumps(rows, indent=1) + "\n")
     gib = 2**30
     versions = ", ".join(f"{k} {v}" for k, v in rows[0]["versions"].items() if k != "forebay")
     table = [
