@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay.errors import UserError
+    from forebay.graph.auto_name import auto_name
     from forebay.hardware import Hardware, get_hardware
     from forebay.offload import name, scan_layers
+    from forebay.offload.apply import apply
+    from forebay.pipeline import plan
     from forebay.planner import Placement, Plan
     from forebay.xla.compile import CompiledStep, compile_step
+    from forebay.xla.topology import compile_only_devices
 
 __all__ = [
     "CompiledStep",
@@ -19,9 +23,13 @@ __all__ = [
     "Placement",
     "Plan",
     "UserError",
+    "apply",
+    "auto_name",
+    "compile_only_devices",
     "compile_step",
     "get_hardware",
     "name",
+    "plan",
     "scan_layers",
 ]
 
@@ -31,9 +39,13 @@ _HOME = {
     "Placement": "forebay.planner",
     "Plan": "forebay.planner",
     "UserError": "forebay.errors",
+    "apply": "forebay.offload.apply",
+    "auto_name": "forebay.graph.auto_name",
+    "compile_only_devices": "forebay.xla.topology",
     "compile_step": "forebay.xla.compile",
     "get_hardware": "forebay.hardware",
     "name": "forebay.offload",
+    "plan": "forebay.pipeline",
     "scan_layers": "forebay.offload",
 }
 

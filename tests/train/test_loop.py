@@ -17,6 +17,7 @@ import yaml
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
+from forebay.hardware.present import machine_of
 from forebay.errors import MissingExtraError, UserError
 from forebay.planner.plan import Plan
 from forebay.train import loop
@@ -24,7 +25,7 @@ from forebay.train.checkpoint import Checkpoints
 from forebay.train.config import OptimizerConfig
 from forebay.train.data import DataConfig
 from forebay.train.loop import NonFiniteLossError, train
-from forebay.train.metrics import hardware_of, read_metrics
+from forebay.train.metrics import read_metrics
 from forebay.train.program import make_program
 from forebay.train.run_config import TrainConfig
 from forebay.train.sample import sample
@@ -343,7 +344,7 @@ def test_devices_are_recognised_by_their_kind(kind, name):
     class Device:
         device_kind = kind
 
-    found = hardware_of(Device())
+    found = machine_of(Device())
     assert (found.name if found else None) == name
 
 

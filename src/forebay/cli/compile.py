@@ -42,18 +42,13 @@ def run(config: CompileConfig) -> int:
         raise UserError(f"save_hlo={config.save_hlo!r}: its directory does not exist: make it first")
 
     from forebay.report.memory import compile_json, print_compiled
-    from forebay.train.program import make_program
-    from forebay.xla.compile import compile_step
-    from forebay.xla.options import compiler_options
+    from forebay.train.planning import compile_program, planned_program
     from forebay.xla.topology import compile_only_devices
 
-    program = make_program(config, compile_only_devices(hardware, config.devices))
-    compiled = compile_step(
-        program.jit_step(),
-        (program.abstract_state, program.abstract_batch),
-        weight_shapes=program.local_weight_shapes(),
-        options=compiler_options(hardware.platform, deviceless=True, offloads=program.plan.offloads),
-        save_hlo=None if config.save_hlo is None else Path(config.save_hlo),
+    devices = compile_only_devices(hardware, config.devices)
+    program = planned_program(config, devices, hardware, memory_fraction=config.memory_fraction)
+    compiled = compile_program(
+        program, hardware, deviceless=True, save_hlo=None if config.save_hlo is None else Path(config.save_hlo)
     )
     report = compile_json(compiled, program, hardware, config.memory_fraction)
     if config.json:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from forebay.errors import EXIT_OK, UserError, unknown
 
 VERBS = {
+    "plan": "find the fastest placement that fits the memory of a machine, and prove it with the compiler",
     "train": "train a language model on the devices there are",
     "compile": "compile a training step for machines that are not there, and say what its memory holds",
     "hardware": "the machines forebay knows, each figure with its source",
@@ -54,9 +55,13 @@ def _run(argv: list[str]) -> int:
     from forebay.cli.parse import parse
 
     module = importlib.import_module(f"forebay.cli.{verb}")
+    subverbs = getattr(module, "SUBVERBS", {})
+    if argv[1:2] and argv[1] in subverbs:
+        return subverbs[argv[1]](argv[2:])
+    short = getattr(module, "SHORT", {})
     config = parse(
         module.Config,
-        argv[1:],
+        [short.get(a, a) for a in argv[1:]],
         prog=f"forebay {verb}",
         description=VERBS[verb],
         also=getattr(module, "ALSO", ()),
@@ -71,7 +76,7 @@ def _choose_platform(verb: str) -> None:
     Compiling needs no device and should not take one's memory. A compiler that is installed for machines
     that are not there (extra `aot`) would otherwise complain at length that they are not.
     """
-    if verb == "compile" or (
+    if verb in ("compile", "plan") or (
         "JAX_PLATFORMS" not in os.environ
         and not any(
             glob.glob(pattern)
@@ -79,6 +84,8 @@ def _choose_platform(verb: str) -> None:
         )
     ):
         os.environ["JAX_PLATFORMS"] = "cpu"
+    if verb in ("compile", "plan"):  # what the compiler warns of is in the report
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def _usage() -> str:

@@ -19,13 +19,13 @@ def run(config: TrainConfig) -> int:
     from forebay.report.console import make_console
     from forebay.report.memory import describe_placement
     from forebay.train.loop import check_run_dir, train
-    from forebay.train.program import make_program
+    from forebay.train.planning import check_host_memory, planned_program, run_plan
     from forebay.units import format_count
 
     console = make_console()
     devices = jax.devices()
     check_run_dir(config)
-    program = make_program(config, devices)
+    program = planned_program(run_plan(config), devices, progress=lambda text: console.print(text, style="dim"))
 
     console.print(
         f"[bold]{program.model.name}[/bold] ({format_count(program.model.parameter_count)} parameters) on "
@@ -35,13 +35,14 @@ def run(config: TrainConfig) -> int:
     )
     for placement in program.plan.to_json()["placements"]:
         console.print(f"  {describe_placement(placement)}", highlight=False, style="dim")
-    for note in program.notes():
+    for note in [*program.plan.notes, *program.notes()]:
         console.print(f"note: {note}", style="yellow", highlight=False)
     if devices[0].platform == "cpu" and program.plan.offloads:
         console.print(
             "note: on the CPU host memory is device memory: offloading is exercised, nothing moves", style="yellow"
         )
 
+    check_host_memory(program, devices)
     result = train(config, program, console)
 
     if result.interrupted:

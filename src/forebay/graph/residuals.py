@@ -83,7 +83,12 @@ def block_names(block: Callable[..., Any], layer: Any, x: Any, *constants: Any) 
 def carried_names(block: Callable[..., Any], *args: Any) -> tuple[str, ...]:
     """The checkpoint names in `block(*args)` and in the differentiation rules of what it calls, in order."""
     jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(block, *a)))(*args).jaxpr
-    return tuple(dict.fromkeys(_names(jaxpr)))
+    return names_in(jaxpr)
+
+
+def names_in(jaxpr: Any) -> tuple[str, ...]:
+    """The checkpoint names in a jaxpr, open or closed, and in all that it calls, in order."""
+    return tuple(dict.fromkeys(_names(getattr(jaxpr, "jaxpr", jaxpr))))
 
 
 def input_names(block: Callable[..., Any], layer: Any, x: Any, *constants: Any) -> tuple[str, ...]:

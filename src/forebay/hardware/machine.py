@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from forebay.errors import UserError
 
-Platform = Literal["cuda", "tpu"]
+Platform = Literal["cuda", "tpu", "cpu"]
 
 DEFAULT_MEMORY_FRACTION = 0.9
 """The share of a GPU's memory that XLA is taken to have when nobody says otherwise.
@@ -128,12 +128,12 @@ class Hardware:
     Attributes:
         name: how it is asked for (`--hardware gb200`).
         title: what it is, in words.
-        platform: the XLA platform, "cuda" or "tpu".
+        platform: the XLA platform, "cuda", "tpu", or "cpu" for the computer that runs this.
         hbm_bytes: the device memory that the driver reports.
         hbm_bytes_per_s: its bandwidth.
         flops_per_s: dense peak by arithmetic: "bf16", "fp8", and "tf32" for what XLA may use for float32
             matrix products on an NVIDIA GPU.
-        cuda, tpu: what the compiler needs to know; exactly the one of its platform is there.
+        cuda, tpu: what the compiler needs to know; exactly the one of its platform is there, none for a CPU.
         sources: where the figures come from, by the dotted path of the key or of the table it is in.
     """
 

@@ -35,8 +35,9 @@ def checkpoint_policy(placement: Placement) -> Callable[..., Any]:
     return policy
 
 
-def apply(block: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
-    """`block` under its placement, for use inside a scan over layers (hence `prevent_cse=False`)."""
+def apply(block: Callable[..., Any], placement: Placement, *, scanned: bool = True) -> Callable[..., Any]:
+    """`block` under its placement; `scanned` is whether it is the body of a loop, where common
+    subexpressions cannot undo the recomputation (`prevent_cse=False`)."""
     if dict(placement.tensors) == {EVERYTHING: "device"}:
         return block
-    return jax.checkpoint(block, policy=checkpoint_policy(placement), prevent_cse=False)
+    return jax.checkpoint(block, policy=checkpoint_policy(placement), prevent_cse=not scanned)

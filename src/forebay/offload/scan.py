@@ -24,6 +24,7 @@ from jax.core import Tracer
 
 from forebay.errors import UserError, unknown
 from forebay.graph.residuals import Residual, carried_names, input_names, residuals
+from forebay.graph.stacks import STACK_SCOPE
 from forebay.offload.policy import apply
 from forebay.planner.placement import EVERYTHING, Placement
 from forebay.planner.plan import Plan
@@ -34,7 +35,7 @@ LAYER_INPUT = "layer_input"
 
 def scan_layers(
     block: Callable[..., Any],
-    plan: Plan | Sequence[Placement],
+    plan: Plan | Sequence[Placement] | None,
     x: Any,
     layers: Any,
     *constants: Any,
@@ -45,7 +46,8 @@ def scan_layers(
     Args:
         block: a function of one layer's weights, the carry and the constants, returning a carry of the
             same structure, shapes and dtypes. Arrays that it closes over are as good as constants.
-        plan: a plan, or placements of one stack that cover its layers in order.
+        plan: a plan, or placements of one stack that cover its layers in order. None keeps every residual
+            on the device, in a plain `jax.lax.scan`, for `forebay.plan` and `forebay.apply` to find.
         x: the carry, a pytree of arrays.
         layers: a pytree of arrays whose leading dimension is the number of layers.
         constants: pytrees of arrays that every layer uses.
@@ -59,6 +61,10 @@ def scan_layers(
             `layers` with different leading dimensions; placements that do not cover them, or that place
             a tensor which the block does not name.
     """
+    if plan is None:
+        _check_carry(block, x, layers, constants)
+        with jax.named_scope(f"{STACK_SCOPE}{stack}"):
+            return jax.lax.scan(lambda x, layer: (block(layer, x, *constants), None), x, layers)[0]
     placements = plan.for_stack(stack) if isinstance(plan, Plan) else tuple(plan)
     count = _layer_count(layers)
     edges = [0, *(edge for p in placements for edge in p.layers), count]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import UserError, did_you_mean
+from forebay.errors import UserError, did_you_mean, unknown
 from forebay.planner.placement import Placement, check_cover
 
 SCHEMA = "forebay.plan/1"
@@ -33,6 +33,8 @@ class Plan:
             all devices together, seq in tokens.
         predicted, compiled, alternatives: JSON-like, as in the plan file's format.
         verified: whether the plan was compiled and found to fit.
+        reasons: for each tensor of each range, JSON-like: its bytes, where it went, what else would have cost.
+        notes: what a reader of it should know.
     """
 
     placements: tuple[Placement, ...]
@@ -48,6 +50,8 @@ class Plan:
     compiled: Mapping[str, Any] | None = None
     verified: bool = False
     alternatives: tuple[Mapping[str, Any], ...] = ()
+    reasons: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self):
         for what in ("optimizer_host_fraction", "parameters_host_fraction"):
@@ -66,6 +70,52 @@ class Plan:
             or self.parameters_host_fraction
             or any(p.names("host") for p in self.placements)
         )
+
+    def policy(self, stack: str | None = None) -> Any:
+        """The `jax.checkpoint` policy of one stack; without its name, of the only one.
+
+        Raises:
+            UserError: no such stack, or one whose layers have several placements: `forebay.scan_layers`
+                and `forebay.apply` can do that, one policy cannot.
+        """
+        from forebay.offload.policy import checkpoint_policy
+
+        return checkpoint_policy(self._only_placement(stack))
+
+    def apply(self, block: Any, stack: str | None = None) -> Any:
+        """`block`, a function of one layer, under `jax.checkpoint` with the stack's policy, for the body of a
+        `jax.lax.scan`. Where the block has no names it gets those of `forebay.auto_name`.
+
+        Raises:
+            UserError: as `policy`.
+        """
+        from forebay.graph.auto_name import auto_name
+        from forebay.offload.policy import apply
+
+        return apply(auto_name(block), self._only_placement(stack))
+
+    def explain(self) -> str:
+        """The plan in words: what goes where and why, one line per tensor."""
+        from forebay.report.plan import explain
+
+        return explain(self.to_json())
+
+    def _only_placement(self, stack: str | None) -> Placement:
+        names = list(dict.fromkeys(p.stack for p in self.placements))
+        if stack is None:
+            if len(names) != 1:
+                raise UserError(f"the plan has the stacks {', '.join(names)}: say which one")
+            stack = names[0]
+        if stack not in names:
+            raise unknown("layer stack", stack, names)
+        placements = self.for_stack(stack)
+        if len(placements) != 1:
+            raise UserError(
+                f"the plan gives the layers of {stack!r} {len(placements)} placements, and a checkpoint policy is one: use "
+                f"forebay.scan_layers or forebay.apply, or plan with variants=1"
+            )
+        (placement,) = placements
+        return placement
 
     def check(
         self, stacks: Mapping[str, int], carried: Mapping[str, Iterable[str]], model: ModelId | None = None
@@ -120,6 +170,8 @@ class Plan:
             "compiled": None if self.compiled is None else dict(self.compiled),
             "verified": self.verified,
             "alternatives": [dict(a) for a in self.alternatives],
+            "reasons": [dict(r) for r in self.reasons],
+            "notes": list(self.notes),
         }
 
     @classmethod
@@ -154,6 +206,8 @@ class Plan:
                 compiled=data.get("compiled"),
                 verified=bool(data.get("verified", False)),
                 alternatives=tuple(data.get("alternatives") or ()),
+                reasons=tuple(data.get("reasons") or ()),
+                notes=tuple(data.get("notes") or ()),
             )
         except UserError:
             raise

@@ -6,6 +6,6 @@ PLAIN_WIDTH = 120
 """Columns where the output is not a terminal: wide enough that no table wraps."""
 
 
-def make_console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
+def make_console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=PLAIN_WIDTH)

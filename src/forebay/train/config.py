@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+AUTO = "auto"
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -43,8 +45,8 @@ class ProgramConfig:
         accumulate: microbatches per step, whose gradients are added up before the update.
         placement: where activations go: a preset of MaxText's (full, minimal, minimal_offloaded, ...; none keeps
             everything), tensor=device|host|recompute, or both, as in "full,context=host"; ranges of layers as in
-            "minimal_offloaded@0:28;minimal@28:32".
-        plan: a plan file; takes the place of placement.
+            "minimal_offloaded@0:28;minimal@28:32". Empty leaves it to plan.
+        plan: a plan file, or auto, which plans for the machine; not used where there is a placement.
         dtype: compute dtype; weights and optimizer state are float32.
         attention: attention kernel: auto, cudnn, splash or blockwise.
         loss_chunking: how the loss avoids whole logits: auto, tokens or vocab.
@@ -58,10 +60,15 @@ class ProgramConfig:
     batch: int = 8
     seq: int = 256
     accumulate: int = 1
-    placement: str = "full"
-    plan: str | None = None
+    placement: str = ""
+    plan: str = "auto"
     dtype: str = "bfloat16"
     attention: str = "auto"
     loss_chunking: str = "auto"
     steps: int = 1000
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether where activations go is left to the planner."""
+        return not self.placement and self.plan == AUTO

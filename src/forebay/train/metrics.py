@@ -19,16 +19,8 @@ from typing import Any
 import jax
 
 from forebay.errors import missing_extra
-from forebay.hardware import Hardware, list_hardware
+from forebay.hardware.present import machine_of
 from forebay.train.program import Program
-
-
-def hardware_of(device: Any) -> Hardware | None:
-    """The machine in forebay's table that a device is of; None when it is not in it."""
-    kind = device.device_kind.lower().replace(" ", "").replace("lite", "e")
-    kind = "tpuv5p" if kind == "tpuv5" else kind  # what jax calls it
-    matches = [name for name in list_hardware() if name in kind or name.removeprefix("tpu") == kind.removeprefix("tpu")]
-    return list_hardware()[max(matches, key=len)] if matches else None
 
 
 class StepMetrics:
@@ -37,7 +29,7 @@ class StepMetrics:
     def __init__(self, program: Program):
         self._program = program
         self._devices = program.sharding.mesh.size
-        machine = hardware_of(program.sharding.mesh.devices.flat[0])
+        machine = machine_of(program.sharding.mesh.devices.flat[0])
         self._peak_flops = machine.flops_per_s["bf16"] if machine else None
 
     def record(self, step: int, results: dict[str, Any], step_time_s: float | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from forebay.ops.cross_entropy import CHUNKINGS, choose_chunking
 from forebay.planner.placement import parse_placement
 from forebay.planner.plan import ModelId, Plan
 from forebay.sharding import Sharding, make_mesh, parse_mesh, single_device
-from forebay.train.config import ProgramConfig
+from forebay.train.config import AUTO, ProgramConfig
 from forebay.train.state import TrainState, initial_state, learning_rate_schedule, make_optimizer, state_shardings
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -90,9 +90,15 @@ class Program:
 
     def loss(self, weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
         """Mean cross entropy in nats per token of one microbatch."""
+        return self._loss(weights, batch, self.plan)
 
+    def unplanned_loss(self, weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        """`loss` without a plan: what the planner looks at."""
+        return self._loss(weights, batch, None)
+
+    def _loss(self, weights: Any, batch: dict[str, jax.Array], plan: Plan | None) -> jax.Array:
         def scan(block: Any, x: Any, layers: Any, *constants: Any, stack: str) -> Any:
-            return scan_layers(block, self.plan, x, layers, *constants, stack=stack)
+            return scan_layers(block, plan, x, layers, *constants, stack=stack)
 
         return self.model.loss(
             weights, batch, sharding=self.sharding, kernel=self.kernel.compiled, chunking=self.chunking,
@@ -161,6 +167,9 @@ class Program:
 def make_program(config: ProgramConfig, devices: Sequence[Any]) -> Program:
     """The program that `config` describes, on `devices` (present or compile-only).
 
+    Where the configuration leaves the placement to the planner, everything is recomputed:
+    `forebay.train.planning.planned_program` does the planning.
+
     Raises:
         UserError: anything in the configuration that is unknown or does not divide; see the modules that
             read each part.
@@ -205,12 +214,12 @@ def trace_names(model: Model, device: Any) -> dict[str, BlockNames]:
 def _plan(config: ProgramConfig, model: Model, names: dict[str, BlockNames], sharding: Sharding, devices: int) -> Plan:
     identity = ModelId(model.name, fingerprint(model))
     carried = {stack: n.carried for stack, n in names.items()}
-    if config.plan is not None:
+    if not config.placement and config.plan != AUTO:
         plan = Plan.load(config.plan)
     else:
         mesh = {axis: size for axis, size in sharding.mesh.shape.items() if size > 1}
         plan = Plan(
-            parse_placement(config.placement, model.stacks, carried),
+            parse_placement(config.placement or "full", model.stacks, carried),
             model=identity, devices=devices, mesh=mesh, batch=config.batch, seq=config.seq,
         )  # fmt: skip
     plan.check(model.stacks, carried, identity)

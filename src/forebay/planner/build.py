@@ -1,0 +1,157 @@
+"""From the graph of a loss and a machine to a `Problem`."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from forebay.graph.block import BlockGraph, forward_costs
+from forebay.graph.liveness import peak_bytes
+from forebay.graph.loss import LossGraph, gradients_before
+from forebay.graph.working import working_bytes
+from forebay.hardware import Hardware
+from forebay.planner.placement import EVERYTHING, Placement
+from forebay.planner.problem import LayerProblem, Op, Predicted, Problem, evaluate
+from forebay.planner.rates import Rates
+from forebay.planner.simplify import simplify
+
+LEAST_OFFLOAD_BYTES = 2**20
+"""Smaller tensors are not worth a copy: at 50 GB/s a MiB takes 20 us, of the order of what starting a copy takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Costed:
+    """A loss, a machine, and the `Problem` that they make.
+
+    Attributes:
+        graph: the loss.
+        rates: the machine.
+        problem: the decision, with the working memory of full recomputation.
+    """
+
+    graph: LossGraph
+    rates: Rates
+    problem: Problem
+
+    def predict(
+        self, placements: Sequence[Placement], problem: Problem | None = None
+    ) -> tuple[Predicted, dict[str, int]]:
+        """Time and memory of `placements`, each stack's working memory worked out for its own placement,
+        and that memory in bytes."""
+        problem = problem or self.problem
+        working = {}
+        for stack in problem.stacks:
+            block = next(b for b in self.graph.blocks if b.stack.name == stack.stack)
+            working[stack.stack] = max(self._working(block, p) for p in placements if p.stack == stack.stack)
+        stacks = tuple(dataclasses.replace(s, working_bytes=working[s.stack]) for s in problem.stacks)
+        return evaluate(dataclasses.replace(problem, stacks=stacks), placements), working
+
+    def _working(self, block: BlockGraph, placement: Placement) -> int:
+        kept = frozenset(n for n, w in placement.tensors.items() if w != "recompute")
+        return _working_bytes(_Same(block), kept)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Same:
+    """A block, by identity, as a key."""
+
+    block: BlockGraph
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.block is self.block
+
+    def __hash__(self) -> int:
+        return id(self.block)
+
+
+@functools.lru_cache(maxsize=4096)
+def _working_bytes(same: _Same, kept: frozenset[str]) -> int:
+    from forebay.offload.policy import checkpoint_policy
+
+    if EVERYTHING in kept:
+        return working_bytes(same.block, None)
+    placement = Placement(same.block.stack.name, (0, same.block.stack.layers), dict.fromkeys(sorted(kept), "device"))
+    return working_bytes(same.block, checkpoint_policy(placement))
+
+
+def build(
+    graph: LossGraph,
+    hardware: Hardware,
+    axis_sizes: dict[str, int],
+    *,
+    optimizer_bytes: int,
+    device_budget: float,
+    host_budget: float,
+    accumulate: int = 1,
+    rates: Rates | None = None,
+) -> Costed:
+    """The problem of placing the activations of `graph` on `hardware`.
+
+    Args:
+        graph: the loss, per device.
+        hardware: the machine.
+        axis_sizes: the mesh.
+        optimizer_bytes: the optimizer's state on one device.
+        device_budget, host_budget: bytes for one device.
+        accumulate: microbatches per step; the graph is of one of them.
+        rates: how fast the machine is; by default `Rates` with its assumptions.
+    """
+    rates = rates or Rates(hardware, axis_sizes)
+    stacks = tuple(simplify(_layer_problem(graph, block, rates, hardware.platform)) for block in graph.blocks)
+    gradients = graph.parameter_bytes
+    fixed = graph.parameter_bytes + optimizer_bytes + graph.argument_bytes * accumulate
+    if accumulate > 1:  # the sum over the microbatches lives beside the gradients of one
+        fixed += gradients
+    outside = rates.total_s(graph.outside.costs, weights=False) + rates.total_s(graph.outside.costs, weights=True)
+    # the optimizer reads weights, gradients and state, and writes weights and state
+    update_bytes = 2 * optimizer_bytes + 2 * graph.parameter_bytes + gradients
+    update = update_bytes / (hardware.hbm_bytes_per_s * rates.efficiency.hbm)
+    problem = Problem(
+        stacks=stacks,
+        fixed_bytes=fixed,
+        loss_bytes=peak_bytes(graph.outside),
+        outside_s=outside + update / accumulate,
+        d2h_bytes_per_s=hardware.host_link.d2h_bytes_per_s,
+        h2d_bytes_per_s=hardware.host_link.h2d_bytes_per_s,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        least_offload_bytes=LEAST_OFFLOAD_BYTES,
+    )
+    return Costed(graph, rates, problem)
+
+
+def _layer_problem(graph: LossGraph, block: BlockGraph, rates: Rates, platform: str) -> LayerProblem:
+    forward, backward = forward_costs(block), block.backward.costs
+    return LayerProblem(
+        stack=block.stack.name,
+        layers=block.stack.layers,
+        num_bytes=block.forward.num_bytes,
+        ops=_ops(block, rates),
+        needed=block.needed,
+        names={n: v for n, v in block.named.items() if any(_is_used(block, x) for x in v)},
+        carry=frozenset(block.carry),
+        inputs=block.input_names,
+        forward_s=rates.total_s(forward, weights=False),
+        backward_s=rates.total_s(backward, weights=False),
+        forward_weights_s=rates.total_s(forward, weights=True),
+        backward_weights_s=rates.total_s(backward, weights=True),
+        working_bytes=_working_bytes(_Same(block), frozenset()),
+        gradient_bytes=graph.layer_bytes[block.stack.name]
+        + (graph.cast_bytes[block.stack.name] if platform == "tpu" else 0),
+        outside_gradient_bytes=gradients_before(graph.outside, block.stack.name),
+    )
+
+
+def _is_used(block: BlockGraph, value: int) -> bool:
+    """Whether keeping this value alone changes what the backward pass starts from."""
+    return value in block.recomputed({value})[1]
+
+
+def _ops(block: BlockGraph, rates: Rates) -> tuple[Op, ...]:
+    """What full recomputation repeats."""
+    positions, _ = block.recomputed(set())
+    ops = []
+    for i in positions:
+        op, cost = block.forward.flat.ops[i], block.forward.costs[i]
+        inputs = tuple(dict.fromkeys(v for v in op.inputs if v is not None and v not in block.given))
+        ops.append(Op(rates.total_s([cost], weights=False), inputs, op.outputs))
+    return tuple(ops)

@@ -1,0 +1,223 @@
+"""The decision as numbers: what each layer keeps, moves or recomputes, and what that costs.
+
+A `Problem` says, for every stack of layers, what its backward pass needs, which operations make it and
+how long each takes; how much memory the rest of the step takes; and how fast the links are.
+`evaluate` gives time and memory of any choice; `forebay.planner.solve` finds the best one under the
+same rules. Times are in seconds, bytes are per device.
+
+The rules, for a range of n layers under one placement:
+
+- The backward pass needs certain values. One that is kept is stored, on the device or on the host; one
+  that is not is made again from its inputs, and these are needed in turn.
+- Forward and backward each take the longest of three things that run beside one another: arithmetic
+  (the backward's with what it recomputes), gathering and scattering the weights, and the copies to or
+  from the host.
+- The copies that the first layer of a range's backward pass needs have nothing to hide behind.
+- Device memory at the loss: all that is stored, and what the loss needs. During the backward pass of a
+  range: what is stored for it and for those before it, the gradients so far, the working memory of a
+  layer, and two layers' copies in flight.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from forebay.planner.placement import EVERYTHING, Placement
+
+COPY_SLOTS = 2
+"""Layers whose copies from the host are on the device at once: the one in use and the next."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """Something that may have to be computed again: `seconds` for one layer."""
+
+    seconds: float
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerProblem:
+    """One stack of layers; everything is for one layer unless it says otherwise.
+
+    Attributes:
+        stack: its name.
+        layers: how many.
+        num_bytes: the size of each value.
+        ops: what makes the values that the backward pass needs, and those that these need.
+        needed: the values that the backward pass needs.
+        names: the values of each name that can be placed.
+        carry: values that come from the layer before: stored on the device where they are needed as such.
+        inputs: names of the carry itself: on the device unless they are moved.
+        forward_s, backward_s: arithmetic and exchanges of activations, nothing recomputed.
+        forward_weights_s, backward_weights_s: gathering the weights, scattering their gradients.
+        working_bytes: the most that a layer's backward pass has on the device besides what is stored.
+        gradient_bytes: the gradients of all layers together.
+        outside_gradient_bytes: gradients of weights outside of the stacks that are there before its backward pass.
+    """
+
+    stack: str
+    layers: int
+    num_bytes: tuple[int, ...]
+    ops: tuple[Op, ...]
+    needed: tuple[int, ...]
+    names: Mapping[str, tuple[int, ...]]
+    carry: frozenset[int]
+    inputs: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    forward_weights_s: float = 0.0
+    backward_weights_s: float = 0.0
+    working_bytes: int = 0
+    gradient_bytes: int = 0
+    outside_gradient_bytes: int = 0
+
+    @property
+    def producers(self) -> dict[int, int]:
+        return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
+
+    @property
+    def unnamed(self) -> tuple[int, ...]:
+        """Needed values without a name: only a placement of everything keeps them."""
+        named = {v for values in self.names.values() for v in values}
+        return tuple(v for v in self.needed if v not in named and v not in self.carry)
+
+    def size(self, name: str) -> int:
+        return sum(self.num_bytes[v] for v in self.names[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A whole step.
+
+    Attributes:
+        stacks: in the order in which they run forward.
+        fixed_bytes: on the device throughout: weights, optimizer state, batch.
+        loss_bytes: what the loss and everything else outside of the stacks needs at its fullest.
+        outside_s: time of everything outside of the stacks: embedding, head, loss, optimizer.
+        d2h_bytes_per_s, h2d_bytes_per_s: the link to the host, all devices copying; 0 for none.
+        device_budget, host_budget: what there is.
+        correction_bytes: what the compiler was found to need beyond this account of the device.
+        least_offload_bytes: tensors smaller than this per layer are not moved.
+    """
+
+    stacks: tuple[LayerProblem, ...]
+    fixed_bytes: int
+    loss_bytes: int
+    outside_s: float
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    device_budget: float
+    host_budget: float
+    correction_bytes: float = 0.0
+    least_offload_bytes: int = 0
+
+    def stack(self, name: str) -> LayerProblem:
+        return next(s for s in self.stacks if s.stack == name)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(s.gradient_bytes for s in self.stacks)
+
+    def may_offload(self, stack: LayerProblem, name: str) -> bool:
+        links = self.d2h_bytes_per_s > 0 and self.h2d_bytes_per_s > 0
+        return links and self.host_budget > 0 and stack.size(name) >= max(self.least_offload_bytes, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCost:
+    """One layer under one placement: what is stored, and the seconds of what is recomputed."""
+
+    device_bytes: int
+    host_bytes: int
+    recompute_s: float
+    stored: Mapping[str, int]
+    """Bytes by name; unnamed ones under `EVERYTHING`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """What a choice costs. `exposed_d2h_s`, `exposed_h2d_s`: copies that nothing hides."""
+
+    step_s: float
+    device_bytes: float
+    host_bytes: float
+    recompute_s: float
+    exposed_d2h_s: float
+    exposed_h2d_s: float
+    where: str
+    """The point of the step at which the device is fullest."""
+
+    def fits(self, problem: Problem) -> bool:
+        tolerance = 1 + 1e-6
+        return (
+            self.device_bytes <= problem.device_budget * tolerance
+            and self.host_bytes <= problem.host_budget * tolerance
+        )
+
+
+def layer_cost(stack: LayerProblem, tensors: Mapping[str, str]) -> LayerCost:
+    """One layer of `stack` with its tensors placed so."""
+    where = {v: tensors[n] for n, values in stack.names.items() if tensors.get(n) in ("device", "host") for v in values}
+    everything = EVERYTHING in tensors
+    if everything:
+        where |= dict.fromkeys(stack.unnamed, "device")
+        where |= {v: "device" for values in stack.names.values() for v in values if v not in where}
+    producers = stack.producers
+    name_of = {v: n for n, values in stack.names.items() for v in values}
+    todo, seen, ops = list(stack.needed), set(), set()
+    stored: dict[str, int] = {}
+    device = host = 0
+    while todo:
+        value = todo.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        size = stack.num_bytes[value]
+        if value in where or value in stack.carry:
+            name = name_of.get(value, EVERYTHING)
+            stored[name] = stored.get(name, 0) + size
+            if where.get(value) == "host":
+                host += size
+            else:
+                device += size
+        elif value in producers and producers[value] not in ops:
+            ops.add(producers[value])
+            todo += stack.ops[producers[value]].inputs
+    return LayerCost(device, host, sum(stack.ops[i].seconds for i in ops), stored)
+
+
+def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
+    """Time and memory of `placements`, which cover every stack in order of layers."""
+    step = problem.outside_s
+    exposed_d2h = exposed_h2d = recompute = host = 0.0
+    base = problem.fixed_bytes + problem.correction_bytes
+    stored = 0.0
+    points: list[tuple[float, str]] = []
+    later_gradients = problem.gradient_bytes
+    for stack in problem.stacks:
+        for placement in (p for p in placements if p.stack == stack.stack):
+            n = placement.layers[1] - placement.layers[0]
+            cost = layer_cost(stack, placement.tensors)
+            d2h = n * cost.host_bytes / problem.d2h_bytes_per_s if cost.host_bytes else 0.0
+            h2d = n * cost.host_bytes / problem.h2d_bytes_per_s if cost.host_bytes else 0.0
+            forward = n * max(stack.forward_s, stack.forward_weights_s)
+            backward = n * max(stack.backward_s + cost.recompute_s, stack.backward_weights_s)
+            exposed_d2h += max(0.0, d2h - forward)
+            exposed_h2d += max(0.0, h2d - backward) + h2d / n
+            step += max(forward, d2h) + max(backward, h2d) + h2d / n
+            recompute += n * cost.recompute_s
+            host += n * cost.host_bytes
+            stored += n * cost.device_bytes
+            working = stack.working_bytes + COPY_SLOTS * cost.host_bytes
+            points.append(
+                (
+                    base + stored + later_gradients + stack.outside_gradient_bytes + working,
+                    f"backward of {stack.stack} {placement.layers[0]}:{placement.layers[1]}",
+                )
+            )
+        later_gradients -= stack.gradient_bytes
+    points.append((base + stored + problem.loss_bytes, "the loss"))
+    points.append((base + problem.gradient_bytes, "the update"))
+    device, where = max(points)
+    return Predicted(step, device, host, recompute, exposed_d2h, exposed_h2d, where)

@@ -1,0 +1,188 @@
+"""Solve, compile, correct, solve again: the compiler has the last word."""
+
+import dataclasses
+from collections.abc import Callable
+
+from forebay.errors import UserError
+from forebay.planner.build import Costed
+from forebay.planner.placement import Placement
+from forebay.planner.problem import Predicted, Problem
+from forebay.planner.solve import DEFAULT_TIME_LIMIT_S, solve
+
+MAX_COMPILES = 5
+GAIN = 2e-3
+"""A plan that is faster by less than this share is not worth another compile."""
+_REFINEMENTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What the compiler says of a plan: bytes per device, and whether it accepted it. `report` is kept as it is."""
+
+    device_bytes: int
+    host_bytes: int
+    refused: bool
+    report: object = None
+
+
+Compile = Callable[[tuple[Placement, ...]], Measured]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The outcome of a search.
+
+    Attributes:
+        placements: the plan.
+        predicted: of it, with what the compiles taught.
+        problem: with these corrections.
+        gap: how far from the best it may be, relative, under the model.
+        measured: the compiler's word on it; None where nothing could be compiled.
+        compiles: how many plans were compiled.
+        fits: whether it was compiled and fits the budgets.
+    """
+
+    placements: tuple[Placement, ...]
+    predicted: Predicted
+    problem: Problem
+    gap: float
+    measured: Measured | None
+    compiles: int
+    fits: bool
+
+
+class InfeasibleError(UserError):
+    """Nothing fits the budgets; the message says how much is missing and what would free it."""
+
+
+def choose(
+    costed: Costed, problem: Problem, *, variants: int, time_limit_s: float
+) -> tuple[tuple[Placement, ...], Predicted, Problem, float] | None:
+    """The best placements, each with its own working memory: the solver is given that of the last answer.
+
+    Returns placements, their prediction, the problem as corrected, and the gap; None if nothing fits.
+    """
+    best = None
+    seen: set[tuple[Placement, ...]] = set()
+    for _ in range(_REFINEMENTS):
+        solution = solve(problem, variants=variants, time_limit_s=time_limit_s)
+        if solution is None:
+            break
+        predicted, working = costed.predict(solution.placements, problem)
+        if predicted.fits(problem) and (best is None or predicted.step_s < best[1].step_s):
+            best = (solution.placements, predicted, problem, solution.gap)
+        if solution.placements in seen:
+            break
+        seen.add(solution.placements)
+        problem = dataclasses.replace(
+            problem,
+            stacks=tuple(dataclasses.replace(s, working_bytes=working[s.stack]) for s in problem.stacks),
+        )
+    return best
+
+
+def search(
+    costed: Costed,
+    compile_plan: Compile | None,
+    *,
+    variants: int = 2,
+    max_compiles: int = MAX_COMPILES,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Found:
+    """The fastest placements that fit, compiled.
+
+    Each compile tells how many bytes the account was off by; the next solve counts them. The search
+    ends when the plan fits and solving with the corrected account finds nothing faster by more than
+    `GAIN`, or after `max_compiles`.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    problem = costed.problem
+    best: Found | None = None
+    compiled: dict[tuple[Placement, ...], Measured] = {}
+    correction = problem.correction_bytes
+    while True:
+        current = dataclasses.replace(problem, correction_bytes=correction)
+        choice = choose(costed, current, variants=variants, time_limit_s=time_limit_s)
+        if choice is None:
+            if best is not None:
+                return best
+            raise InfeasibleError(explain_infeasible(costed, current))
+        placements, predicted, corrected, gap = choice
+        if compile_plan is None:
+            return Found(placements, predicted, corrected, gap, None, 0, False)
+        faster = best is None or predicted.step_s < best.predicted.step_s * (1 - GAIN)
+        if placements in compiled or not faster or len(compiled) >= max_compiles:
+            if best is None:
+                raise InfeasibleError(_never_fitted(compiled, problem))
+            return dataclasses.replace(best, compiles=len(compiled))
+        progress(f"compiling a plan of {predicted.step_s:.3f} s a step")
+        measured = compiled[placements] = compile_plan(placements)
+        correction += measured.device_bytes - predicted.device_bytes
+        fits = (
+            not measured.refused
+            and measured.device_bytes <= problem.device_budget
+            and measured.host_bytes <= problem.host_budget
+        )
+        if fits:
+            exact = dataclasses.replace(
+                predicted, device_bytes=float(measured.device_bytes), host_bytes=float(measured.host_bytes)
+            )
+            best = Found(placements, exact, corrected, gap, measured, len(compiled), True)
+        elif measured.host_bytes > problem.host_budget:
+            problem = dataclasses.replace(
+                problem, host_budget=problem.host_budget - (measured.host_bytes - problem.host_budget)
+            )
+
+
+def explain_infeasible(costed: Costed, problem: Problem) -> str:
+    """Why nothing fits: how many bytes are missing and what would free them."""
+    gib = 2**30
+    state = problem.fixed_bytes + problem.correction_bytes + problem.gradient_bytes
+    budget = problem.device_budget
+    least = least_memory(problem)
+    parameters = costed.graph.parameter_bytes
+    if state > budget:
+        return (
+            f"weights, optimizer state and gradients alone need {state / gib:.1f} GiB of the {budget / gib:.1f} GiB on each "
+            f"device: {(state - budget) / gib:.1f} GiB too much. What frees memory: more devices to split them over "
+            f"(weights take {parameters / gib:.1f} GiB here), optimizer state on the host, or fewer bytes per parameter"
+        )
+    if least is not None:
+        return (
+            f"the plan that needs least, everything recomputed or on the host, takes {least / gib:.1f} GiB of the "
+            f"{budget / gib:.1f} GiB on each device: {(least - budget) / gib:.1f} GiB too much. What frees memory: a smaller "
+            f"batch per device, more microbatches (accumulate), more devices"
+        )
+    return (
+        f"no plan fits {budget / gib:.1f} GiB of device and {problem.host_budget / gib:.1f} GiB of host memory on each "
+        f"device: use a smaller batch per device, or more devices"
+    )
+
+
+def least_memory(problem: Problem) -> float | None:
+    """The device bytes of the plan that needs least of them."""
+    low, high = 0.0, 2 * problem.device_budget
+    free = dataclasses.replace(problem, device_budget=float("1e18"))
+    solution = solve(free, variants=1)
+    if solution is None:
+        return None
+    high = max(high, solution.predicted.device_bytes)
+    for _ in range(40):
+        if high - low < 2**26:
+            break
+        middle = (low + high) / 2
+        found = solve(dataclasses.replace(problem, device_budget=middle), variants=1)
+        low, high = (low, middle) if found is not None else (middle, high)
+    return high
+
+
+def _never_fitted(compiled: dict[tuple[Placement, ...], Measured], problem: Problem) -> str:
+    gib = 2**30
+    least = min(m.device_bytes for m in compiled.values())
+    return (
+        f"no compiled plan fits: after {len(compiled)} compiles the smallest needs {least / gib:.2f} GiB on the device, of "
+        f"{problem.device_budget / gib:.2f} GiB: use a smaller batch per device, or more devices"
+    )

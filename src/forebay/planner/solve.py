@@ -1,0 +1,249 @@
+"""The best placements for a `Problem`: a mixed-integer linear program, solved by HiGHS.
+
+Each stack is cut into at most `variants` ranges of layers. A range has n layers and, for each tensor, a
+binary for the device and one for the host. Everything else is continuous and counts layers: in how
+many of them a tensor is kept, a value is required, an operation repeated. An operation is repeated
+where one of its results is required and not kept; what it reads is then required too. Once the
+binaries are fixed these have a least solution, the recomputation that the graph prescribes, so only
+the placements need to be integer.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from forebay.planner.placement import EVERYTHING, Placement
+from forebay.planner.problem import COPY_SLOTS, LayerProblem, Predicted, Problem, evaluate
+
+DEFAULT_TIME_LIMIT_S = 20.0
+RELATIVE_GAP = 1e-6
+_GIB = float(2**30)
+# Equal step times: the plan that stores less is preferred, on the host before on the device.
+_TIE = 1e-7
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """The placements found, what they cost, and how far from the optimum they may be (relative)."""
+
+    placements: tuple[Placement, ...]
+    predicted: Predicted
+    gap: float
+
+
+class _Program:
+    """A mixed-integer program under construction. A term is a pair of a coefficient and a variable."""
+
+    def __init__(self) -> None:
+        self.upper: list[float] = []
+        self.integer: list[bool] = []
+        self.cost: list[float] = []
+        self.rows: list[tuple[list[tuple[float, int]], float]] = []
+
+    def variable(self, upper: float, *, integer: bool = False, cost: float = 0.0) -> int:
+        self.upper.append(upper)
+        self.integer.append(integer)
+        self.cost.append(cost)
+        return len(self.upper) - 1
+
+    def at_most(self, terms: Iterable[tuple[float, int]], bound: float) -> None:
+        """The sum of the terms is no more than `bound`."""
+        self.rows.append((list(terms), bound))
+
+    def solve(self, time_limit_s: float) -> tuple[np.ndarray | None, float]:
+        data, columns, starts = [], [], [0]
+        for terms, _ in self.rows:
+            merged: dict[int, float] = {}
+            for coefficient, column in terms:
+                merged[column] = merged.get(column, 0.0) + coefficient
+            data += merged.values()
+            columns += merged.keys()
+            starts.append(len(data))
+        matrix = csr_array((data, columns, starts), shape=(len(self.rows), len(self.upper)))
+        result = milp(
+            c=np.array(self.cost),
+            integrality=np.array(self.integer, dtype=int),
+            bounds=Bounds(np.zeros(len(self.upper)), np.array(self.upper)),  # pyright: ignore[reportArgumentType]
+            constraints=LinearConstraint(matrix, -np.inf, np.array([b for _, b in self.rows])),  # pyright: ignore[reportArgumentType]
+            options={"time_limit": time_limit_s, "mip_rel_gap": RELATIVE_GAP},
+        )
+        return result.x, float(result.mip_gap if result.mip_gap is not None else np.inf)
+
+
+@dataclasses.dataclass
+class _Range:
+    """The variables of one range of layers."""
+
+    layers: int
+    used: int
+    device: dict[str, int]
+    host: dict[str, int]
+    everything: int
+    device_bytes: list[tuple[float, int]]
+    host_bytes: list[tuple[float, int]]
+    in_flight: list[tuple[float, int]]
+
+
+def solve(problem: Problem, *, variants: int = 2, time_limit_s: float = DEFAULT_TIME_LIMIT_S) -> Solution | None:
+    """The placements of least step time that fit, or None if none do.
+
+    Args:
+        problem: what to decide.
+        variants: the most ranges of layers per stack.
+        time_limit_s: the best placements found by then are returned, with their gap.
+    """
+    program = _Program()
+    scale = problem.outside_s + sum(
+        s.layers * (max(s.forward_s, s.forward_weights_s) + max(s.backward_s, s.backward_weights_s))
+        for s in problem.stacks
+    )
+    scale = scale or 1.0
+    ranges = {s.stack: _stack(program, problem, s, min(variants, s.layers), scale) for s in problem.stacks}
+    _memory(program, problem, ranges)
+    values, gap = program.solve(time_limit_s)
+    if values is None:
+        return None
+    placements = tuple(p for s in problem.stacks for p in _placements(s, ranges[s.stack], values))
+    return Solution(placements, evaluate(problem, placements), gap)
+
+
+def _stack(program: _Program, problem: Problem, stack: LayerProblem, variants: int, scale: float) -> list[_Range]:
+    ranges = [_range(program, problem, stack, scale) for _ in range(variants)]
+    program.at_most([(1, r.layers) for r in ranges], stack.layers)
+    program.at_most([(-1, r.layers) for r in ranges], -stack.layers)
+    for before, after in itertools.pairwise(ranges):
+        program.at_most([(1, after.used), (-1, before.used)], 0)
+    return ranges
+
+
+def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: float) -> _Range:
+    L = float(stack.layers)
+    n = program.variable(L, integer=True)
+    used = program.variable(1, integer=True)
+    program.at_most([(1, n), (-L, used)], 0)
+    program.at_most([(1, used), (-1, n)], 0)
+
+    def switched(switch: int) -> int:
+        """A variable that is n where the switch is 1, else 0."""
+        amount = program.variable(L)
+        program.at_most([(1, amount), (-L, switch)], 0)
+        program.at_most([(1, amount), (-1, n)], 0)
+        program.at_most([(1, n), (-1, amount), (L, switch)], L)
+        return amount
+
+    device = {name: program.variable(1, integer=True) for name in stack.names}
+    host = {name: program.variable(1 if problem.may_offload(stack, name) else 0, integer=True) for name in stack.names}
+    everything = program.variable(1, integer=True)
+    kept_device = {name: switched(b) for name, b in device.items()}
+    kept_host = {name: switched(b) for name, b in host.items()}
+    kept_all = switched(everything)
+    for name in stack.names:
+        program.at_most([(1, device[name]), (1, host[name])], 1)
+        program.at_most([(1, everything), (-1, device[name]), (-1, host[name])], 0)
+
+    name_of = {v: name for name, values in stack.names.items() for v in values}
+    producers, unnamed = stack.producers, set(stack.unnamed)
+    repeated = {i: program.variable(L) for i in range(len(stack.ops))}
+    required: dict[int, int] = {}
+    device_bytes = [(stack.num_bytes[v] / _GIB, kept_all) for v in unnamed]
+    host_bytes: list[tuple[float, int]] = []
+
+    def require(value: int, amount: int) -> None:
+        """Each layer counted in `amount` requires `value`."""
+        if value in name_of or value in stack.carry:
+            if value not in required:
+                required[value] = program.variable(L)
+                store(value)
+            program.at_most([(1, amount), (-1, required[value])], 0)
+        elif value in producers:
+            kept = [(-1.0, kept_all)] if value in unnamed else []
+            program.at_most([(1, amount), (-1, repeated[producers[value]]), *kept], 0)
+
+    def store(value: int) -> None:
+        size, amount = stack.num_bytes[value] / _GIB, required[value]
+        if value in stack.carry:
+            device_bytes.append((size, amount))
+            return
+        name = name_of[value]
+        for kept, total in ((kept_device[name], device_bytes), (kept_host[name], host_bytes)):
+            stored = program.variable(L)
+            program.at_most([(1, amount), (1, kept), (-1, n), (-1, stored)], 0)
+            total.append((size, stored))
+        if value in producers:
+            again = repeated[producers[value]]
+            program.at_most([(1, amount), (-1, kept_device[name]), (-1, kept_host[name]), (-1, again)], 0)
+
+    for value in stack.needed:
+        require(value, n)
+    for i, op in enumerate(stack.ops):
+        for value in op.inputs:
+            require(value, repeated[i])
+
+    recompute = [(op.seconds / scale, repeated[i]) for i, op in enumerate(stack.ops) if op.seconds]
+    forward, backward = (program.variable(np.inf, cost=1.0) for _ in range(2))
+    program.at_most([(stack.forward_s / scale, n), (-1, forward)], 0)
+    program.at_most([(stack.forward_weights_s / scale, n), (-1, forward)], 0)
+    program.at_most([(stack.backward_s / scale, n), *recompute, (-1, backward)], 0)
+    program.at_most([(stack.backward_weights_s / scale, n), (-1, backward)], 0)
+    movable = [name for name in stack.names if problem.may_offload(stack, name)]
+    in_flight = [(stack.size(name) / _GIB, host[name]) for name in movable]
+    if movable:
+        out, back = (_GIB / rate / scale for rate in (problem.d2h_bytes_per_s, problem.h2d_bytes_per_s))
+        program.at_most([*((size * out, v) for size, v in host_bytes), (-1, forward)], 0)
+        program.at_most([*((size * back, v) for size, v in host_bytes), (-1, backward)], 0)
+        for size, v in in_flight:
+            program.cost[v] += size * back
+    whole = sum(stack.num_bytes[v] for values in stack.names.values() for v in values) * L / _GIB or 1.0
+    for size, v in host_bytes:
+        program.cost[v] += _TIE * size / whole
+    for size, v in device_bytes:
+        program.cost[v] += _TIE / 2 * size / whole
+    for name in stack.names:
+        program.cost[device[name]] += _TIE / 100
+        program.cost[host[name]] += _TIE / 100
+    program.cost[used] += _TIE
+    return _Range(n, used, device, host, everything, device_bytes, host_bytes, in_flight)
+
+
+def _memory(program: _Program, problem: Problem, ranges: dict[str, list[_Range]]) -> None:
+    base = problem.fixed_bytes + problem.correction_bytes
+    stored: list[tuple[float, int]] = []
+    later_gradients = problem.gradient_bytes
+    for stack in problem.stacks:
+        for r in ranges[stack.stack]:
+            stored += r.device_bytes
+            room = problem.device_budget - base - later_gradients - stack.outside_gradient_bytes
+            copies = [(COPY_SLOTS * size, v) for size, v in r.in_flight]
+            program.at_most([*stored, (stack.working_bytes / _GIB, r.used), *copies], room / _GIB)
+        later_gradients -= stack.gradient_bytes
+    program.at_most(stored, (problem.device_budget - base - problem.loss_bytes) / _GIB)
+    if problem.gradient_bytes + base > problem.device_budget:
+        program.at_most([], -1.0)  # not even the update fits
+    on_host = [term for rs in ranges.values() for r in rs for term in r.host_bytes]
+    if on_host and np.isfinite(problem.host_budget):
+        program.at_most(on_host, problem.host_budget / _GIB)
+
+
+def _placements(stack: LayerProblem, ranges: Sequence[_Range], values: np.ndarray) -> list[Placement]:
+    found: list[Placement] = []
+    first = 0
+    for r in ranges:
+        n = round(values[r.layers])
+        if not n:
+            continue
+        tensors = {name: "host" for name in stack.names if values[r.host[name]] > 0.5}
+        if values[r.everything] > 0.5:
+            tensors[EVERYTHING] = "device"
+        else:
+            tensors |= {name: "device" for name in stack.names if values[r.device[name]] > 0.5}
+        ordered = {name: tensors[name] for name in (EVERYTHING, *stack.names) if name in tensors}
+        if found and found[-1].tensors == ordered:
+            found[-1] = dataclasses.replace(found[-1], layers=(found[-1].layers[0], first + n))
+        else:
+            found.append(Placement(stack.stack, (first, first + n), ordered))  # type: ignore[arg-type]
+        first += n
+    return found

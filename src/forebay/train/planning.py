@@ -1,0 +1,182 @@
+"""Planning our own training step: for machines that are not there, and for the devices there are."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from forebay.errors import UserError
+from forebay.graph.loss import LossGraph, trace_loss
+from forebay.hardware import Hardware
+from forebay.hardware.present import available_host_bytes, cpu_hardware, hardware_of
+from forebay.pipeline import device_budget, find_plan, host_budget
+from forebay.planner.build import Costed, build
+from forebay.planner.placement import Placement
+from forebay.planner.problem import layer_cost
+from forebay.planner.search import MAX_COMPILES, Measured
+from forebay.report.memory import compile_json
+from forebay.train.config import ProgramConfig
+from forebay.train.program import Program, make_program
+from forebay.train.run_config import TrainConfig
+from forebay.xla.compile import CompiledStep, compile_step
+from forebay.xla.options import compiler_options
+
+
+def silent(text: str) -> None:
+    """Progress that nobody looks at."""
+    del text
+
+
+def planned_program(
+    config: ProgramConfig,
+    devices: Sequence[Any],
+    hardware: Hardware | None = None,
+    *,
+    hbm: str | None = None,
+    host: str | None = None,
+    memory_fraction: float | None = None,
+    variants: int = 2,
+    max_compiles: int = MAX_COMPILES,
+    progress: Callable[[str], None] = silent,
+) -> Program:
+    """The program that `config` describes, planned where it leaves the placement to the planner.
+
+    Args:
+        config: the training step.
+        devices: present or compile-only.
+        hardware: what they are; None finds out.
+        hbm, host: budgets per device, as text like "170GiB"; by default what XLA may use, and most of
+            the host's memory.
+        memory_fraction: the share of HBM that XLA may use, where `hbm` is None.
+        variants: the most ranges of layers.
+        max_compiles: the most plans to compile.
+        progress: is called with a line whenever something takes long.
+
+    Raises:
+        UserError: anything wrong in the configuration; nothing fits; unknown devices.
+    """
+    program = make_program(config, devices)
+    if not config.is_planned:
+        return program
+    hardware = hardware or hardware_of(devices[0])
+    costed = cost_program(program, hardware, device_budget(hardware, hbm, memory_fraction), host_budget(hardware, host))
+    base = dataclasses.replace(program.plan, placements=(), hardware=hardware.name)
+    deviceless = devices[0] not in jax.devices()
+
+    def compile_plan(placements: tuple[Placement, ...]) -> Measured:
+        candidate = dataclasses.replace(program, plan=dataclasses.replace(base, placements=placements))
+        compiled = compile_program(candidate, hardware, deviceless=deviceless)
+        report = compile_json(compiled, candidate, hardware, memory_fraction)
+        return Measured(compiled.device.total, compiled.host.total, compiled.refused is not None, report)
+
+    plan = find_plan(
+        costed, base, None if hardware.platform == "cpu" else compile_plan, "the memory of a CPU is not checked",
+        variants=variants, max_compiles=max_compiles, progress=progress,
+    )  # fmt: skip
+    return dataclasses.replace(program, plan=plan)
+
+
+def compile_program(program: Program, hardware: Hardware, *, deviceless: bool, **kwargs: Any) -> CompiledStep:
+    """The program's step, compiled with the options that it will run with."""
+    return compile_step(
+        program.jit_step(),
+        (program.abstract_state, program.abstract_batch),
+        weight_shapes=program.local_weight_shapes(),
+        options=compiler_options(hardware.platform, deviceless=deviceless, offloads=program.plan.offloads),
+        **kwargs,
+    )
+
+
+def cost_program(program: Program, hardware: Hardware, device_bytes: int, host_bytes: int) -> Costed:
+    """The planning problem of a program."""
+    axis_sizes = dict(program.sharding.mesh.shape)
+    return build(
+        program_graph(program), hardware, axis_sizes, optimizer_bytes=optimizer_bytes(program),
+        device_budget=device_bytes, host_budget=host_bytes, accumulate=program.config.accumulate,
+    )  # fmt: skip
+
+
+def program_graph(program: Program) -> LossGraph:
+    """The graph of the loss of one microbatch."""
+
+    def with_sharding(shapes: Any, shardings: Any) -> Any:
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+    batch = {
+        k: jax.ShapeDtypeStruct((x.shape[0] // program.config.accumulate, *x.shape[1:]), x.dtype)
+        for k, x in program.abstract_batch.items()
+    }
+    return trace_loss(
+        program.unplanned_loss,
+        with_sharding(program.abstract_state.weights, program.state_shardings.weights),
+        with_sharding(batch, program.batch_shardings),
+        axis_sizes=dict(program.sharding.mesh.shape),
+    )
+
+
+def optimizer_bytes(program: Program) -> int:
+    """The optimizer's state on one device."""
+    leaves = jax.tree.leaves(program.abstract_state.optimizer)
+    shardings = jax.tree.leaves(program.state_shardings.optimizer)
+    total = 0
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        size = leaf.dtype.itemsize
+        for d in sharding.shard_shape(leaf.shape):
+            size *= d
+        total += size
+    return total
+
+
+def run_plan(config: TrainConfig) -> TrainConfig:
+    """The configuration of a run that is resumed goes on with the plan that the run was made with."""
+    file = Path(config.run_dir) / "plan.json"
+    if config.resume and config.is_planned and file.exists():
+        return dataclasses.replace(config, plan=str(file))
+    return config
+
+
+def check_host_memory(program: Program, devices: Sequence[Any]) -> None:
+    """Refuses a plan whose host memory this process cannot have, before anything runs.
+
+    On GPUs that is the pool of pinned memory, and everywhere the memory that the process may have.
+
+    Raises:
+        UserError: names the limit and the variable or the setting to change.
+    """
+    platform = devices[0].platform
+    if program.plan.offloads and platform != "cpu":
+        here = sum(d.process_index == devices[0].process_index for d in devices)
+        refuse_host_bytes(planned_host_bytes(program) * here, here, platform)
+
+
+def planned_host_bytes(program: Program) -> int:
+    """What the plan keeps on the host, per device: of one microbatch at a time."""
+    hardware = cpu_hardware()  # bytes do not depend on it
+    problem = cost_program(program, hardware, hardware.hbm_bytes, hardware.hbm_bytes).problem
+    return sum(
+        (p.layers[1] - p.layers[0]) * layer_cost(problem.stack(p.stack), p.tensors).host_bytes
+        for p in program.plan.placements
+    )
+
+
+def refuse_host_bytes(needed: int, devices_here: int, platform: str) -> None:
+    """Raises `UserError` where this process cannot have `needed` bytes of host memory."""
+    gib = 2**30
+    if platform in ("gpu", "cuda"):
+        # one pool for all devices of a process, 64 GB unless it is told otherwise
+        limit = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "64")) * gib
+        if needed > limit:
+            raise UserError(
+                f"the plan keeps {needed / gib:.1f} GiB in pinned host memory, and the pool may have {limit / gib:.0f} GiB: "
+                f"set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB={-(-needed * 11 // (10 * gib))}, or plan with --host "
+                f"{limit // devices_here // gib}GiB"
+            )
+    there, source = available_host_bytes()
+    if needed > there:
+        raise UserError(
+            f"the plan keeps {needed / gib:.1f} GiB in host memory, and this process may have {there / gib:.1f} GiB ({source}): "
+            f"raise that limit, or plan with --host {there // devices_here // gib}GiB"
+        )
