@@ -146,6 +146,8 @@ def alternatives(costed: Costed, found: Found) -> list[dict[str, Any]]:
             continue
         seen.add(placements)
         predicted, _ = costed.predict(placements, found.problem)
+        if not math.isfinite(predicted.step_s):  # it moves what there is no link for
+            continue
         rows.append(
             {
                 "name": name, "step_time_s": predicted.step_s, "device_bytes": predicted.device_bytes,

@@ -17,8 +17,8 @@ import yaml
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
-from forebay.hardware.present import machine_of
 from forebay.errors import MissingExtraError, UserError
+from forebay.hardware.present import machine_of
 from forebay.planner.plan import Plan
 from forebay.train import loop
 from forebay.train.checkpoint import Checkpoints

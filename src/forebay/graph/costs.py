@@ -311,8 +311,11 @@ def _given(number: int | None, view: _View) -> Spec:
 
 
 def _is_softmax_loop(inner: Analysis) -> bool:
-    names = [op.primitive for op in inner.flat.ops]
-    return names.count("dot_general") >= 2 and "exp" in names
+    """Scores and values, head by head, with an exponential between: an attention in blocks. The loss's loop over
+    chunks of the vocabulary has no heads."""
+    products = [op for op in inner.flat.ops if op.primitive == "dot_general"]
+    by_head = [op for op in products if op.eqn.params["dimension_numbers"][1][0]]
+    return len(by_head) >= 2 and any(op.primitive == "exp" for op in inner.flat.ops)
 
 
 def _kernel(op: Op, traffic: float) -> Cost:

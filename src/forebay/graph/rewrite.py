@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax._src import source_info_util
-from jax._src.core import ClosedJaxpr
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 from forebay.graph.flat import called_jaxpr, jaxpr_of
 

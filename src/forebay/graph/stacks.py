@@ -79,9 +79,11 @@ def find_stacks(jaxpr: Any) -> tuple[Stack, ...]:
     for eqn in equations:
         if eqn.primitive.name == "scan" and _is_stack(eqn):
             scan = Scan.of(eqn)
-            per_layer = len(eqn.invars) - scan.constants - scan.carry
-            roles: tuple[Role, ...] = ("constant",) * scan.constants + ("carry",) * scan.carry + ("layer",) * per_layer
-            found.append((_scope(eqn), _stack(scan.length, scan.body, roles, [eqn], reverse=scan.reverse)))
+            roles: list[Role] = [
+                "constant" if k < scan.constants else "carry" if k < scan.constants + scan.carry else "layer"
+                for k in range(len(eqn.invars))
+            ]
+            found.append((_scope(eqn), _stack(scan.length, scan.body, tuple(roles), [eqn], reverse=scan.reverse)))
         elif eqn.primitive.name in _REMAT:
             same = blocks[f"{eqn.params['jaxpr']}"]
             if eqn is same[0] and len(same) > 1 and _products(eqn.params["jaxpr"]):

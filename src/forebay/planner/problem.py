@@ -19,6 +19,7 @@ The rules, for a range of n layers under one placement:
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from forebay.planner.placement import EVERYTHING, Placement
@@ -187,6 +188,12 @@ def layer_cost(stack: LayerProblem, tensors: Mapping[str, str]) -> LayerCost:
     return LayerCost(device, host, sum(stack.ops[i].seconds for i in ops), stored)
 
 
+def _copy_s(num_bytes: float, bytes_per_s: float) -> float:
+    if not num_bytes:
+        return 0.0
+    return num_bytes / bytes_per_s if bytes_per_s > 0 else math.inf
+
+
 def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
     """Time and memory of `placements`, which cover every stack in order of layers."""
     step = problem.outside_s
@@ -199,8 +206,8 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
         for placement in (p for p in placements if p.stack == stack.stack):
             n = placement.layers[1] - placement.layers[0]
             cost = layer_cost(stack, placement.tensors)
-            d2h = n * cost.host_bytes / problem.d2h_bytes_per_s if cost.host_bytes else 0.0
-            h2d = n * cost.host_bytes / problem.h2d_bytes_per_s if cost.host_bytes else 0.0
+            d2h = _copy_s(n * cost.host_bytes, problem.d2h_bytes_per_s)
+            h2d = _copy_s(n * cost.host_bytes, problem.h2d_bytes_per_s)
             forward = n * max(stack.forward_s, stack.forward_weights_s)
             backward = n * max(stack.backward_s + cost.recompute_s, stack.backward_weights_s)
             exposed_d2h += max(0.0, d2h - forward)

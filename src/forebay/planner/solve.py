@@ -22,8 +22,6 @@ from forebay.planner.problem import COPY_SLOTS, LayerProblem, Predicted, Problem
 DEFAULT_TIME_LIMIT_S = 20.0
 RELATIVE_GAP = 1e-6
 _GIB = float(2**30)
-# Equal step times: the plan that stores less is preferred, on the host before on the device.
-_TIE = 1e-7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +106,48 @@ def solve(problem: Problem, *, variants: int = 2, time_limit_s: float = DEFAULT_
     if values is None:
         return None
     placements = tuple(p for s in problem.stacks for p in _placements(s, ranges[s.stack], values))
+    placements = _merge(settle(problem, placements))
     return Solution(placements, evaluate(problem, placements), gap)
+
+
+def settle(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """Of plans that are equally fast, one that recomputes least, then moves least, then stores least.
+
+    Single changes are tried until none helps. What waits for the weights anyway could recompute for
+    nothing; it should not.
+    """
+
+    def key(candidate: Sequence[Placement]) -> tuple[float, ...] | None:
+        p = evaluate(problem, candidate)
+        kept = sum(len(c.tensors) for c in candidate)
+        return (p.recompute_s, p.host_bytes, p.device_bytes, kept) if p.fits(problem) and p.step_s <= limit else None
+
+    limit = evaluate(problem, placements).step_s * (1 + 1e-12)
+    best = key(placements)
+    improved = best is not None
+    while improved:
+        improved = False
+        for k, placement in enumerate(placements):
+            for tensors in _changes(problem, placement):
+                changed = dataclasses.replace(placement, tensors=tensors)
+                candidate = (*placements[:k], changed, *placements[k + 1 :])
+                found = key(candidate)
+                if found is not None and best is not None and found < best:
+                    placements, placement, best, improved = candidate, changed, found, True
+    return placements
+
+
+def _changes(problem: Problem, placement: Placement) -> Iterable[dict[str, str]]:
+    stack = problem.stack(placement.stack)
+    if EVERYTHING not in placement.tensors:
+        yield {EVERYTHING: "device"}
+    for name in stack.names:
+        others = {n: w for n, w in placement.tensors.items() if n != name}
+        yield others
+        if EVERYTHING not in others:
+            yield others | {name: "device"}
+        if problem.may_offload(stack, name):
+            yield others | {name: "host"}
 
 
 def _stack(program: _Program, problem: Problem, stack: LayerProblem, variants: int, scale: float) -> list[_Range]:
@@ -197,15 +236,6 @@ def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: floa
         program.at_most([*((size * back, v) for size, v in host_bytes), (-1, backward)], 0)
         for size, v in in_flight:
             program.cost[v] += size * back
-    whole = sum(stack.num_bytes[v] for values in stack.names.values() for v in values) * L / _GIB or 1.0
-    for size, v in host_bytes:
-        program.cost[v] += _TIE * size / whole
-    for size, v in device_bytes:
-        program.cost[v] += _TIE / 2 * size / whole
-    for name in stack.names:
-        program.cost[device[name]] += _TIE / 100
-        program.cost[host[name]] += _TIE / 100
-    program.cost[used] += _TIE
     return _Range(n, used, device, host, everything, device_bytes, host_bytes, in_flight)
 
 
@@ -241,9 +271,18 @@ def _placements(stack: LayerProblem, ranges: Sequence[_Range], values: np.ndarra
         else:
             tensors |= {name: "device" for name in stack.names if values[r.device[name]] > 0.5}
         ordered = {name: tensors[name] for name in (EVERYTHING, *stack.names) if name in tensors}
-        if found and found[-1].tensors == ordered:
-            found[-1] = dataclasses.replace(found[-1], layers=(found[-1].layers[0], first + n))
-        else:
-            found.append(Placement(stack.stack, (first, first + n), ordered))  # type: ignore[arg-type]
+        found.append(Placement(stack.stack, (first, first + n), ordered))  # type: ignore[arg-type]
         first += n
     return found
+
+
+def _merge(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """Neighbouring ranges with the same tensors as one; tensors in one order."""
+    merged: list[Placement] = []
+    for p in placements:
+        last = merged[-1] if merged else None
+        if last is not None and (last.stack, dict(last.tensors)) == (p.stack, dict(p.tensors)):
+            merged[-1] = dataclasses.replace(last, layers=(last.layers[0], p.layers[1]))
+        else:
+            merged.append(p)
+    return tuple(merged)
