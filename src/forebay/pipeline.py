@@ -255,12 +255,12 @@ def _compiler(
     from forebay.xla.options import compiler_options
     from forebay.xla.topology import compile_only_devices
 
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return None, "the mesh is abstract: build it over forebay.compile_only_devices"
     try:
         devices = compile_only_devices(machine, 1) if mesh is None else list(mesh.devices.flat)
     except MissingExtraError as error:
         return None, str(error)
-    except AttributeError:
-        return None, "the mesh is abstract: build it over forebay.compile_only_devices"
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     if platform != machine.platform:
         return (

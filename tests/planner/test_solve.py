@@ -33,7 +33,7 @@ def chain(layers: int = 4) -> LayerProblem:
 
 
 def check(p: Problem, variants: int) -> None:
-    found, best = solve(p, variants=variants), best_by_trying(p, variants)
+    found, best = solve(p, variants=variants, relative_gap=1e-9), best_by_trying(p, variants)
     assert (found is None) == (best is None)
     if found is not None and best is not None:
         assert found.predicted.fits(p)
@@ -156,7 +156,7 @@ def test_more_memory_is_never_slower():
         times = []
         for share in (0.2, 0.35, 0.5, 0.7, 0.9, 1.2):
             total = 6 * sum(p.stacks[0].num_bytes) + 12 * GIB
-            found = solve(dataclasses.replace(p, device_budget=share * total))
+            found = solve(dataclasses.replace(p, device_budget=share * total), relative_gap=1e-9)
             times.append(math.inf if found is None else found.predicted.step_s)
         assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(times)), (seed, times)
 

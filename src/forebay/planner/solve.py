@@ -20,7 +20,8 @@ from forebay.planner.placement import EVERYTHING, Placement
 from forebay.planner.problem import COPY_SLOTS, LayerProblem, Predicted, Problem, evaluate
 
 DEFAULT_TIME_LIMIT_S = 20.0
-RELATIVE_GAP = 1e-6
+RELATIVE_GAP = 1e-4
+"""The solver stops when no plan can be faster by more than this share."""
 _GIB = float(2**30)
 
 
@@ -52,7 +53,7 @@ class _Program:
         """The sum of the terms is no more than `bound`."""
         self.rows.append((list(terms), bound))
 
-    def solve(self, time_limit_s: float) -> tuple[np.ndarray | None, float]:
+    def solve(self, time_limit_s: float, relative_gap: float) -> tuple[np.ndarray | None, float]:
         data, columns, starts = [], [], [0]
         for terms, _ in self.rows:
             merged: dict[int, float] = {}
@@ -67,7 +68,7 @@ class _Program:
             integrality=np.array(self.integer, dtype=int),
             bounds=Bounds(np.zeros(len(self.upper)), np.array(self.upper)),  # pyright: ignore[reportArgumentType]
             constraints=LinearConstraint(matrix, -np.inf, np.array([b for _, b in self.rows])),  # pyright: ignore[reportArgumentType]
-            options={"time_limit": time_limit_s, "mip_rel_gap": RELATIVE_GAP},
+            options={"time_limit": time_limit_s, "mip_rel_gap": relative_gap},
         )
         return result.x, float(result.mip_gap if result.mip_gap is not None else np.inf)
 
@@ -86,13 +87,20 @@ class _Range:
     in_flight: list[tuple[float, int]]
 
 
-def solve(problem: Problem, *, variants: int = 2, time_limit_s: float = DEFAULT_TIME_LIMIT_S) -> Solution | None:
+def solve(
+    problem: Problem,
+    *,
+    variants: int = 2,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    relative_gap: float = RELATIVE_GAP,
+) -> Solution | None:
     """The placements of least step time that fit, or None if none do.
 
     Args:
         problem: what to decide.
         variants: the most ranges of layers per stack.
         time_limit_s: the best placements found by then are returned, with their gap.
+        relative_gap: how far from the best step time the answer may be.
     """
     program = _Program()
     scale = problem.outside_s + sum(
@@ -102,7 +110,7 @@ def solve(problem: Problem, *, variants: int = 2, time_limit_s: float = DEFAULT_
     scale = scale or 1.0
     ranges = {s.stack: _stack(program, problem, s, min(variants, s.layers), scale) for s in problem.stacks}
     _memory(program, problem, ranges)
-    values, gap = program.solve(time_limit_s)
+    values, gap = program.solve(time_limit_s, relative_gap)
     if values is None:
         return None
     placements = tuple(p for s in problem.stacks for p in _placements(s, ranges[s.stack], values))

@@ -1,0 +1,163 @@
+"""The planner against the compiler, against the presets, and against the clock.
+
+    .venv/bin/python benchmarks/planner/run.py [--no-plan]
+
+- Memory: the estimate made before any compile against the compiler's device bytes, for every case of
+  `cases.json` (made by `cases.py`, which takes an hour or two).
+- Quality: for the machine, model and batch of every case, the planned step time under the cost model
+  against that of the fastest preset that fits.
+- Speed: the solver's time for every such problem, and Llama 3.1 405B on 128 GB200 planned and verified,
+  start to finish.
+
+Results go to `results.md` and `results.json` beside this file.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import FILE, SEQ
+
+from forebay.hardware import get_hardware
+from forebay.pipeline import HOST_SHARE, preset_placements
+from forebay.planner.placement import PRESETS, parse_placement
+from forebay.planner.search import choose
+from forebay.planner.solve import solve
+from forebay.train.config import ProgramConfig
+from forebay.train.planning import cost_program
+from forebay.train.program import make_program
+from forebay.xla.compile import versions
+from forebay.xla.topology import compile_only_devices
+
+HERE = Path(__file__).parent
+GIB = 2**30
+PLAN = ("--model", "llama3.1-405b", "--hardware", "gb200", "--devices", "128", "--mesh", "fsdp=128", "--batch", "128",
+        "--seq", "8192", "--json")  # fmt: skip
+
+
+def costed_of(case: dict, cache: dict):
+    key = tuple(case[k] for k in ("machine", "model", "devices", "batch"))
+    if key not in cache:
+        machine = get_hardware(case["machine"])
+        config = ProgramConfig(model=case["model"], batch=case["batch"], seq=SEQ, placement="full")
+        program = make_program(config, compile_only_devices(machine, case["devices"]))
+        host = int(HOST_SHARE * machine.host.memory_bytes_per_device)
+        cache[key] = program, cost_program(program, machine, machine.usable_hbm_bytes(), host)
+    return cache[key]
+
+
+def memory(cases: list[dict], cache: dict) -> list[dict]:
+    rows = []
+    for case in cases:
+        program, costed = costed_of(case, cache)
+        carried = {s: n.carried for s, n in program.names.items()}
+        predicted, _ = costed.predict(parse_placement(case["placement"], program.model.stacks, carried))
+        rows.append(case | {
+            "estimate": predicted.device_bytes, "error": predicted.device_bytes / case["device_bytes"] - 1,
+            "host_error": predicted.host_bytes - case["host_bytes"],
+        })  # fmt: skip
+    return rows
+
+
+def quality(cache: dict) -> list[dict]:
+    rows = []
+    for (machine, model, devices, batch), (_, costed) in cache.items():
+        start = time.perf_counter()
+        solution = solve(costed.problem)
+        seconds = time.perf_counter() - start
+        choice = choose(costed, costed.problem, variants=2, time_limit_s=20)
+        presets = {}
+        for name, preset in PRESETS.items():
+            predicted, _ = costed.predict(preset_placements(costed, preset))
+            if predicted.fits(costed.problem):
+                presets[name] = predicted.step_s
+        best = min(presets, key=presets.__getitem__, default=None)
+        rows.append({
+            "machine": machine, "model": model, "devices": devices, "batch": batch, "solve_s": seconds,
+            "gap": None if solution is None else solution.gap, "plan_s": None if choice is None else choice[1].step_s,
+            "preset": best, "preset_s": presets.get(best) if best else None,
+        })  # fmt: skip
+    return rows
+
+
+def end_to_end() -> dict:
+    command = [str(Path(sys.executable).parent / "forebay"), "plan", *PLAN]
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        sys.exit(done.stderr)
+    plan = json.loads(done.stdout)
+    return {"seconds": seconds, "verified": plan["verified"], "predicted": plan["predicted"]}
+
+
+def report(rows: list[dict], compared: list[dict], whole: dict | None) -> list[str]:
+    errors = sorted(abs(r["error"]) for r in rows)
+    used = ", ".join(f"{k} {v}" for k, v in versions().items() if k != "forebay")
+    lines = [
+        "# The planner", "",
+        f"{os.cpu_count()} CPU cores, {platform.machine()}, no accelerator, Python {platform.python_version()}; {used}.",
+        "Commands: `.venv/bin/python benchmarks/planner/cases.py`, then `.venv/bin/python benchmarks/planner/run.py`.", "",
+        "## Memory: the estimate before any compile, against the compiler", "",
+        f"{len(rows)} cases, sequences of {SEQ}, FSDP over all devices. Absolute error of the device bytes: median "
+        f"**{100 * statistics.median(errors):.1f} %**, 90th percentile {100 * errors[int(0.9 * len(errors))]:.1f} %, worst "
+        f"**{100 * errors[-1]:.1f} %**. Host bytes differ by at most {max(abs(r['host_error']) for r in rows) / 2**20:.1f} MiB.", "",
+        "| machine | model | devices | batch | placement | estimate GiB | compiler GiB | error |", "|---|---|---|---|---|---|---|---|",
+        *(
+            f"| {r['machine']} | {r['model']} | {r['devices']} | {r['batch']} | `{r['placement']}` | {r['estimate'] / GIB:.2f} | "
+            f"{r['device_bytes'] / GIB:.2f} | {100 * r['error']:+.1f} % |"
+            for r in rows
+        ), "",
+        "## Quality: step time under the cost model, against the fastest preset that fits", "",
+        "| machine | model | devices | batch | plan s | best preset | preset s | plan / preset | solver s | gap |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for r in compared:
+        plan = "nothing fits" if r["plan_s"] is None else f"{r['plan_s']:.3f}"
+        preset = "none fits" if r["preset_s"] is None else f"{r['preset_s']:.3f}"
+        ratio = f"{r['plan_s'] / r['preset_s']:.3f}" if r["plan_s"] and r["preset_s"] else ""
+        gap = "" if r["gap"] is None else f"{r['gap']:.0e}"
+        lines.append(
+            f"| {r['machine']} | {r['model']} | {r['devices']} | {r['batch']} | {plan} | {r['preset'] or ''} | {preset} | {ratio} | "
+            f"{r['solve_s']:.2f} | {gap} |"
+        )
+    if whole is not None:
+        p = whole["predicted"]
+        lines += [
+            "", "## Speed", "",
+            f"`forebay plan {' '.join(PLAN[:-1])}`: **{whole['seconds']:.0f} s** start to finish with {p['compiles']} verifying "
+            f"compiles; {p['device_bytes'] / GIB:.2f} GiB of {p['device_budget_bytes'] / GIB:.2f} GiB, verified: {whole['verified']}.",
+        ]  # fmt: skip
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-plan", action="store_true", help="leave out the full plan of 405B")
+    arguments = parser.parse_args()
+    cache: dict = {}
+    rows = memory(json.loads(FILE.read_text()), cache)
+    compared = quality(cache)
+    whole = None if arguments.no_plan else end_to_end()
+    lines = report(rows, compared, whole)
+    (HERE / "results.md").write_text("\n".join(lines))
+    keep = ("machine", "model", "devices", "batch", "placement", "device_bytes", "estimate", "error")
+    data = {"memory": [{k: r[k] for k in keep} for r in rows], "quality": compared, "plan": whole}
+    (HERE / "results.json").write_text(json.dumps(data, indent=1) + "\n")
+    print("\n".join(lines))
+    worse = [r for r in compared if r["preset_s"] and (r["plan_s"] is None or r["plan_s"] > r["preset_s"] * (1 + 1e-6))]
+    for r in worse:
+        print("worse than a preset:", r)
+
+
+if __name__ == "__main__":
+    main()
