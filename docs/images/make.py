@@ -15,24 +15,38 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def compile_table() -> None:
-    """`forebay compile` of Llama 3.1 405B on 128 GB200, as a terminal shows it."""
+def terminal(command: list[str], title: str, file: str, width: int) -> None:
+    """What `forebay COMMAND` prints on a terminal of `width` columns."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from rich.console import Console
 
-    from forebay.cli import compile as verb
-    from forebay.report import memory
+    from forebay.cli.main import main
+    from forebay.report import console, memory
 
-    console = Console(width=112, record=True, force_terminal=True, file=io.StringIO())
-    printed = memory.print_compiled
-    verb_config = verb.CompileConfig(
-        model="llama3.1-405b", hardware="gb200", devices=128, mesh="fsdp=128", batch=128, seq=8192,
-        placement="decoder_layer_input=host",
-    )  # fmt: skip
-    memory.print_compiled = lambda report: printed(report, console)
-    with contextlib.redirect_stdout(io.StringIO()):
-        verb.run(verb_config)
-    console.save_svg(str(HERE / "compile-405b.svg"), title="forebay compile")
+    recorder = Console(width=width, record=True, force_terminal=True, file=io.StringIO())
+    quiet = Console(file=io.StringIO())
+    console.make_console = memory.make_console = lambda *, stderr=False: quiet if stderr else recorder
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        main(command)
+    recorder.save_svg(str(HERE / file), title=title)
+
+
+def full_size() -> list[str]:
+    """Llama 3.1 405B on 128 GB200."""
+    return [
+        "--model",
+        "llama3.1-405b",
+        "--hardware",
+        "gb200",
+        "--devices",
+        "128",
+        "--mesh",
+        "fsdp=128",
+        "--batch",
+        "128",
+        "--seq",
+        "8192",
+    ]
 
 
 def demo_loss() -> None:
@@ -45,5 +59,7 @@ def demo_loss() -> None:
 
 
 if __name__ == "__main__":
-    compile_table()
+    compile_command = ["compile", *full_size(), "--placement", "decoder_layer_input=host"]
+    terminal(compile_command, "forebay compile", "compile-405b.svg", 112)
+    terminal(["plan", *full_size()], "forebay plan", "plan-405b.svg", 124)
     demo_loss()

@@ -47,6 +47,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:,.0f} B"
 
 
+def format_seconds(seconds: float) -> str:
+    """A duration in s, ms or us, three digits after the point."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:,.3f} {unit}"
+    return f"{seconds / 1e-6:,.0f} us"
+
+
 def format_count(count: float) -> str:
     """A number of parameters or tokens as people say it: 8.03 B, 860.9 M."""
     return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"

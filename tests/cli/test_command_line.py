@@ -111,7 +111,7 @@ def test_compile_prints_what_the_format_promises_and_exits_zero_when_it_fits(cap
 
 def test_compile_exits_with_four_when_it_does_not_fit(capsys):
     argv = ["--hardware", "h200", "--devices", "1", "--batch", "1", "--seq", "128", "--memory_fraction", "0.00001"]
-    assert main(["compile", *argv]) == 4
+    assert main(["compile", *argv, "--placement", "full"]) == 4
     assert "does not fit" in capsys.readouterr().out
 
 

@@ -140,3 +140,12 @@ def test_random_problems_never_yield_a_plan_that_does_not_fit():
             continue
         assert found.measured is not None
         assert found.measured.device_bytes <= p.device_budget
+
+
+def test_an_estimate_that_is_a_little_over_the_budget_is_put_to_the_compiler():
+    """The least plan is 7 GiB by the account, the budget 6.5, and the compiler needs 6.3."""
+    p = problem(chain(), device_budget=6.5 * GIB, loss_bytes=3 * GIB, d2h_bytes_per_s=0.0, h2d_bytes_per_s=0.0)
+    found = search(fake(p), Compiler(p, factor=0.9))
+    assert found.fits
+    with pytest.raises(InfeasibleError, match="of 1 that were compiled the smallest needs 7.00 GiB"):
+        search(fake(p), Compiler(p))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forebay.errors import EXIT_DOES_NOT_FIT, EXIT_OK, UserError, unknown
+from forebay.errors import EXIT_OK, UserError, unknown
 from forebay.train.config import ProgramConfig
 from forebay.train.run_config import TrainConfig
 
@@ -55,7 +55,6 @@ def run(config: PlanConfig) -> int:
     """Plans, prints, and returns 0 when the plan was compiled and fits, 4 when nothing fits."""
     _check(config)
     from forebay.hardware import get_hardware
-    from forebay.planner.search import InfeasibleError
     from forebay.report.console import make_console
     from forebay.report.plan import print_plan
     from forebay.train.search import search_around
@@ -63,22 +62,18 @@ def run(config: PlanConfig) -> int:
     hardware = get_hardware(config.hardware)
     console = make_console()
     errors = make_console(stderr=True)
-    try:
-        with errors.status("tracing the model") as status:
+    with errors.status("tracing the model") as status:
 
-            def progress(text: str) -> None:
-                status.update(text)
-                if not errors.is_terminal:
-                    print(text, file=sys.stderr)
+        def progress(text: str) -> None:
+            status.update(text)
+            if not errors.is_terminal:
+                print(text, file=sys.stderr)
 
-            outcome = search_around(
-                config, hardware, hbm=config.hbm, host=config.host, memory_fraction=config.memory_fraction,
-                variants=config.variants, max_compiles=config.max_compiles, max_batch=config.max_batch,
-                searches=_searches(config), progress=progress,
-            )  # fmt: skip
-    except InfeasibleError as error:
-        error.exit_code = EXIT_DOES_NOT_FIT
-        raise
+        outcome = search_around(
+            config, hardware, hbm=config.hbm, host=config.host, memory_fraction=config.memory_fraction,
+            variants=config.variants, max_compiles=config.max_compiles, max_batch=config.max_batch,
+            searches=_searches(config), progress=progress,
+        )  # fmt: skip
     plan = outcome.program.plan
     if config.output is not None:
         plan.save(config.output)

@@ -109,7 +109,10 @@ def build(
         stacks=stacks,
         fixed_bytes=fixed,
         loss_bytes=peak_bytes(graph.outside),
-        outside_s=outside + update / accumulate,
+        outside_s=outside,
+        update_s=update,
+        outside_gradient_bytes=gradients - sum(graph.layer_bytes.values()),
+        microbatches=accumulate,
         d2h_bytes_per_s=hardware.host_link.d2h_bytes_per_s,
         h2d_bytes_per_s=hardware.host_link.h2d_bytes_per_s,
         device_budget=device_budget,
@@ -135,8 +138,9 @@ def _layer_problem(graph: LossGraph, block: BlockGraph, rates: Rates, platform: 
         forward_weights_s=rates.total_s(forward, weights=True),
         backward_weights_s=rates.total_s(backward, weights=True),
         working_bytes=_working_bytes(_Same(block), frozenset()),
-        gradient_bytes=graph.layer_bytes[block.stack.name]
-        + (graph.cast_bytes[block.stack.name] if platform == "tpu" else 0),
+        # TPU compilers cast the stacked weights once, before the loop (docs/xla.md)
+        hoisted_bytes=graph.cast_bytes[block.stack.name] if platform == "tpu" else 0,
+        gradient_bytes=graph.layer_bytes[block.stack.name],
         outside_gradient_bytes=gradients_before(graph.outside, block.stack.name),
     )
 

@@ -53,6 +53,8 @@ class LayerProblem:
         forward_s, backward_s: arithmetic and exchanges of activations, nothing recomputed.
         forward_weights_s, backward_weights_s: gathering the weights, scattering their gradients.
         working_bytes: the most that a layer's backward pass has on the device besides what is stored.
+        hoisted_bytes: what the compiler keeps for all layers together from the first to the last use: weights in
+            the compute dtype.
         gradient_bytes: the gradients of all layers together.
         outside_gradient_bytes: gradients of weights outside of the stacks that are there before its backward pass.
     """
@@ -70,6 +72,7 @@ class LayerProblem:
     forward_weights_s: float = 0.0
     backward_weights_s: float = 0.0
     working_bytes: int = 0
+    hoisted_bytes: int = 0
     gradient_bytes: int = 0
     outside_gradient_bytes: int = 0
 
@@ -95,7 +98,10 @@ class Problem:
         stacks: in the order in which they run forward.
         fixed_bytes: on the device throughout: weights, optimizer state, batch.
         loss_bytes: what the loss and everything else outside of the stacks needs at its fullest.
-        outside_s: time of everything outside of the stacks: embedding, head, loss, optimizer.
+        outside_s: time of everything outside of the stacks: embedding, head, loss; like the stacks', of a microbatch.
+        update_s: time of the optimizer's update, once a step.
+        outside_gradient_bytes: gradients of the weights outside of the stacks, as they are at the update.
+        microbatches: in a step.
         d2h_bytes_per_s, h2d_bytes_per_s: the link to the host, all devices copying; 0 for none.
         device_budget, host_budget: what there is.
         correction_bytes: what the compiler was found to need beyond this account of the device.
@@ -110,6 +116,9 @@ class Problem:
     h2d_bytes_per_s: float
     device_budget: float
     host_budget: float
+    update_s: float = 0.0
+    outside_gradient_bytes: int = 0
+    microbatches: int = 1
     correction_bytes: float = 0.0
     least_offload_bytes: int = 0
 
@@ -118,7 +127,18 @@ class Problem:
 
     @property
     def gradient_bytes(self) -> int:
+        """Of all stacks."""
         return sum(s.gradient_bytes for s in self.stacks)
+
+    @property
+    def update_bytes(self) -> float:
+        """On the device while the optimizer updates: what stays, and all gradients."""
+        return self.fixed_bytes + self.gradient_bytes + self.outside_gradient_bytes
+
+    @property
+    def base_bytes(self) -> float:
+        """On the device throughout forward and backward pass."""
+        return self.fixed_bytes + self.correction_bytes + sum(s.hoisted_bytes for s in self.stacks)
 
     def may_offload(self, stack: LayerProblem, name: str) -> bool:
         links = self.d2h_bytes_per_s > 0 and self.h2d_bytes_per_s > 0
@@ -198,7 +218,7 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
     """Time and memory of `placements`, which cover every stack in order of layers."""
     step = problem.outside_s
     exposed_d2h = exposed_h2d = recompute = host = 0.0
-    base = problem.fixed_bytes + problem.correction_bytes
+    base = problem.base_bytes
     stored = 0.0
     points: list[tuple[float, str]] = []
     later_gradients = problem.gradient_bytes
@@ -225,6 +245,7 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
             )
         later_gradients -= stack.gradient_bytes
     points.append((base + stored + problem.loss_bytes, "the loss"))
-    points.append((base + problem.gradient_bytes, "the update"))
+    points.append((problem.update_bytes, "the update"))
     device, where = max(points)
-    return Predicted(step, device, host, recompute, exposed_d2h, exposed_h2d, where)
+    m = problem.microbatches
+    return Predicted(m * step + problem.update_s, device, host, m * recompute, m * exposed_d2h, m * exposed_h2d, where)

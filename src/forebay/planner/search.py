@@ -3,15 +3,18 @@
 import dataclasses
 from collections.abc import Callable
 
-from forebay.errors import UserError
+from forebay.errors import EXIT_DOES_NOT_FIT, UserError
 from forebay.planner.build import Costed
 from forebay.planner.placement import Placement
 from forebay.planner.problem import Predicted, Problem
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S, solve
+from forebay.units import format_bytes
 
 MAX_COMPILES = 5
 GAIN = 2e-3
 """A plan that is faster by less than this share is not worth another compile."""
+DOUBT = 1.15
+"""The estimate before any compile was never off by more (benchmarks/planner)."""
 _REFINEMENTS = 4
 
 
@@ -54,10 +57,13 @@ class Found:
 class InfeasibleError(UserError):
     """Nothing fits the budgets; the message says how much is missing and what would free it."""
 
+    exit_code = EXIT_DOES_NOT_FIT
 
-def choose(
-    costed: Costed, problem: Problem, *, variants: int, time_limit_s: float
-) -> tuple[tuple[Placement, ...], Predicted, Problem, float] | None:
+
+Choice = tuple[tuple[Placement, ...], Predicted, Problem, float]
+
+
+def choose(costed: Costed, problem: Problem, *, variants: int, time_limit_s: float) -> Choice | None:
     """The best placements, each with its own working memory: the solver is given that of the last answer.
 
     Returns placements, their prediction, the problem as corrected, and the gap; None if nothing fits.
@@ -106,10 +112,12 @@ def search(
     while True:
         current = dataclasses.replace(problem, correction_bytes=correction)
         choice = choose(costed, current, variants=variants, time_limit_s=time_limit_s)
+        if choice is None and best is None and not compiled and compile_plan is not None:
+            choice = _nearly(costed, current)  # the account may be a little too large: let the compiler say
         if choice is None:
             if best is not None:
                 return best
-            raise InfeasibleError(explain_infeasible(costed, current))
+            raise InfeasibleError(_never_fitted(compiled, problem) if compiled else explain_infeasible(costed, problem))
         placements, predicted, corrected, gap = choice
         if compile_plan is None:
             return Found(placements, predicted, corrected, gap, None, 0, False)
@@ -137,28 +145,39 @@ def search(
             )
 
 
+def _nearly(costed: Costed, problem: Problem) -> Choice | None:
+    """The plan that needs least, if it is over the budget by less than the account may be off."""
+    least = least_memory(problem)
+    if problem.update_bytes > problem.device_budget or least is None or least > DOUBT * problem.device_budget:
+        return None
+    solution = solve(dataclasses.replace(problem, device_budget=least), variants=1)
+    if solution is None:
+        return None
+    predicted, _ = costed.predict(solution.placements, problem)
+    return solution.placements, predicted, problem, solution.gap
+
+
 def explain_infeasible(costed: Costed, problem: Problem) -> str:
     """Why nothing fits: how many bytes are missing and what would free them."""
-    gib = 2**30
-    state = problem.fixed_bytes + problem.correction_bytes + problem.gradient_bytes
     budget = problem.device_budget
-    least = least_memory(problem)
-    parameters = costed.graph.parameter_bytes
-    if state > budget:
+    of = f"of the {format_bytes(budget)} on each device"
+    if problem.update_bytes > budget:
         return (
-            f"weights, optimizer state and gradients alone need {state / gib:.1f} GiB of the {budget / gib:.1f} GiB on each "
-            f"device: {(state - budget) / gib:.1f} GiB too much. What frees memory: more devices to split them over "
-            f"(weights take {parameters / gib:.1f} GiB here), optimizer state on the host, or fewer bytes per parameter"
+            f"weights, optimizer state and gradients alone need {format_bytes(problem.update_bytes)} {of}: "
+            f"{format_bytes(problem.update_bytes - budget)} too much. What frees memory: more devices to split them over "
+            f"(weights take {format_bytes(costed.graph.parameter_bytes)} here), optimizer state on the host, or fewer bytes per "
+            f"parameter"
         )
-    if least is not None:
+    least = least_memory(problem)
+    if least is not None and least > budget:
         return (
-            f"the plan that needs least, everything recomputed or on the host, takes {least / gib:.1f} GiB of the "
-            f"{budget / gib:.1f} GiB on each device: {(least - budget) / gib:.1f} GiB too much. What frees memory: a smaller "
-            f"batch per device, more microbatches (accumulate), more devices"
+            f"the plan that needs least, everything recomputed or on the host, takes {format_bytes(least)} {of}: "
+            f"{format_bytes(least - budget)} too much. What frees memory: a smaller batch per device, more microbatches "
+            f"(accumulate), more devices, more host memory"
         )
     return (
-        f"no plan fits {budget / gib:.1f} GiB of device and {problem.host_budget / gib:.1f} GiB of host memory on each "
-        f"device: use a smaller batch per device, or more devices"
+        f"no plan fits {format_bytes(budget)} of device and {format_bytes(problem.host_budget)} of host memory on each device: "
+        f"use a smaller batch per device, or more devices"
     )
 
 
@@ -180,9 +199,8 @@ def least_memory(problem: Problem) -> float | None:
 
 
 def _never_fitted(compiled: dict[tuple[Placement, ...], Measured], problem: Problem) -> str:
-    gib = 2**30
     least = min(m.device_bytes for m in compiled.values())
     return (
-        f"no compiled plan fits: after {len(compiled)} compiles the smallest needs {least / gib:.2f} GiB on the device, of "
-        f"{problem.device_budget / gib:.2f} GiB: use a smaller batch per device, or more devices"
+        f"no plan fits: of {len(compiled)} that were compiled the smallest needs {format_bytes(least)} on each device, of "
+        f"{format_bytes(problem.device_budget)}: use a smaller batch per device, more microbatches, or more devices"
     )

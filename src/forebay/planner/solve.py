@@ -114,7 +114,7 @@ def solve(
     if values is None:
         return None
     placements = tuple(p for s in problem.stacks for p in _placements(s, ranges[s.stack], values))
-    placements = _merge(settle(problem, placements))
+    placements = _merge(_explicit(problem, p) for p in settle(problem, placements))
     return Solution(placements, evaluate(problem, placements), gap)
 
 
@@ -248,7 +248,7 @@ def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: floa
 
 
 def _memory(program: _Program, problem: Problem, ranges: dict[str, list[_Range]]) -> None:
-    base = problem.fixed_bytes + problem.correction_bytes
+    base = problem.base_bytes
     stored: list[tuple[float, int]] = []
     later_gradients = problem.gradient_bytes
     for stack in problem.stacks:
@@ -259,7 +259,7 @@ def _memory(program: _Program, problem: Problem, ranges: dict[str, list[_Range]]
             program.at_most([*stored, (stack.working_bytes / _GIB, r.used), *copies], room / _GIB)
         later_gradients -= stack.gradient_bytes
     program.at_most(stored, (problem.device_budget - base - problem.loss_bytes) / _GIB)
-    if problem.gradient_bytes + base > problem.device_budget:
+    if problem.update_bytes > problem.device_budget:
         program.at_most([], -1.0)  # not even the update fits
     on_host = [term for rs in ranges.values() for r in rs for term in r.host_bytes]
     if on_host and np.isfinite(problem.host_budget):
@@ -284,8 +284,18 @@ def _placements(stack: LayerProblem, ranges: Sequence[_Range], values: np.ndarra
     return found
 
 
+def _explicit(problem: Problem, placement: Placement) -> Placement:
+    """The placement with the layer's input named too, and the tensors in the order of the layer."""
+    stack = problem.stack(placement.stack)
+    tensors = dict(placement.tensors)
+    if EVERYTHING not in tensors:
+        tensors = dict.fromkeys(stack.inputs, "device") | tensors
+    ordered = {name: tensors[name] for name in (EVERYTHING, *stack.names) if name in tensors}
+    return dataclasses.replace(placement, tensors=ordered)
+
+
 def _merge(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """Neighbouring ranges with the same tensors as one; tensors in one order."""
+    """Neighbouring ranges with the same tensors as one."""
     merged: list[Placement] = []
     for p in placements:
         last = merged[-1] if merged else None

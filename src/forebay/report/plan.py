@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forebay.report.console import make_console
-from forebay.units import GiB, format_bytes
+from forebay.units import GiB, MiB, format_bytes, format_seconds
 
 _STYLES = {"device": "blue", "host": "green", "recompute": "yellow"}
 
@@ -72,28 +72,29 @@ def _alternative(row: Mapping[str, Any], where: str, predicted: Mapping[str, Any
     if found is None:
         return "" if where == row["where"] else "-"
     milliseconds = 1e3 * (found["step_time_s"] - predicted["step_time_s"])
-    gib = (found["device_bytes"] - predicted["device_bytes"]) / GiB
-    return f"{milliseconds:+,.1f} ms {gib:+,.2f} GiB{'' if found['fits'] else '*'}"
+    change = found["device_bytes"] - predicted["device_bytes"]
+    memory = f"{change / GiB:+,.2f} GiB" if predicted["device_bytes"] >= GiB else f"{change / MiB:+,.2f} MiB"
+    return f"{milliseconds:+,.1f} ms {memory}{'' if found['fits'] else '*'}"
 
 
 def print_considered(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Step time against device memory; what is on the Pareto front is marked."""
+    several = len({row["batch"] for row in rows}) > 1
     table = Table(title="Considered", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for heading, justify in (
-        ("", "left"),
-        ("step s", "right"),
-        ("device GiB", "right"),
-        ("host GiB", "right"),
-        ("", "left"),
-    ):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    unit, size = ("GiB", GiB) if rows[0]["device_bytes"] >= GiB else ("MiB", MiB)
+    table.add_column("")
+    for heading in ("a sequence" if several else "a step", f"device {unit}", f"host {unit}"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
     front = pareto_front(rows)
     for k, row in enumerate(rows):
         remarks = ["compiled"] if row["compiled"] else []
         remarks += [] if row["fits"] else ["does not fit"]
         remarks += ["Pareto"] if k in front else []
         table.add_row(
-            row["name"], f"{row['step_time_s']:,.3f}", f"{row['device_bytes'] / GiB:,.2f}", f"{row['host_bytes'] / GiB:,.2f}",
+            row["name"],
+            format_seconds(row["step_time_s"] / (row["batch"] if several else 1)),
+            f"{row['device_bytes'] / size:,.2f}", f"{row['host_bytes'] / size:,.2f}",
             ", ".join(remarks), style="bold" if k == 0 else "" if row["fits"] else "dim",
         )  # fmt: skip
     console.print(table)
@@ -103,8 +104,8 @@ def pareto_front(rows: Sequence[Mapping[str, Any]]) -> set[int]:
     """The rows that no other beats in step time per sequence and device memory both."""
 
     def better(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-        keys = ("step_time_s", "device_bytes")
-        return all(a[k] <= b[k] for k in keys) and any(a[k] < b[k] for k in keys)
+        mine, other = ((r["step_time_s"] / r["batch"], r["device_bytes"]) for r in (a, b))
+        return mine != other and all(x <= y for x, y in zip(mine, other, strict=True))
 
     return {k for k, row in enumerate(rows) if not any(better(other, row) for other in rows)}
 
@@ -114,12 +115,12 @@ def summary(data: Mapping[str, Any]) -> list[str]:
     p = data["predicted"]
     exposed = p["exposed_s"]["d2h"] + p["exposed_s"]["h2d"]
     lines = [
-        f"predicted step: {p['step_time_s']:.3f} s, of which recomputing {p['recompute_s']:.3f} s and waiting for the host "
-        f"{exposed:.3f} s (a model of the machine, not a measurement)"
+        f"predicted step: {format_seconds(p['step_time_s'])}, of which recomputing {format_seconds(p['recompute_s'])} and "
+        f"waiting for the host {format_seconds(exposed)} (a model of the machine, not a measurement)"
     ]
     price = p.get("seconds_saved_by_one_more_gib")
     if price is not None:
-        lines.append(f"one more GiB of device memory would save {1e3 * price:.2f} ms a step")
+        lines.append(f"one more GiB of device memory would save {format_seconds(price)} a step")
     of = f"{format_bytes(p['device_bytes'])} of {format_bytes(p['device_budget_bytes'])}"
     host = f"host {format_bytes(p['host_bytes'])} of {format_bytes(p['host_budget_bytes'])}"
     if data["verified"]:

@@ -32,37 +32,40 @@ def loss_curve(records: Sequence[dict[str, Any]], unigram_entropy: float | None,
 
 
 def pareto(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Step time against device memory of what a plan was chosen from; the first row is the plan.
+    """Step time (per sequence, where batches differ) against device memory of what a plan was chosen from.
+
+    The first row is the plan; the others are numbered, their names beside the axes.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
     plt = _pyplot("plotting step time against memory")
     gib = 2**30
-    figure, axes = plt.subplots(figsize=(8, 5), dpi=120, layout="constrained")
+    several = len({r["batch"] for r in rows}) > 1
+
+    def place(row: dict[str, Any]) -> tuple[float, float]:
+        seconds = row["step_time_s"]
+        return row["device_bytes"] / gib, 1e3 * seconds / row["batch"] if several else seconds
+
+    figure, axes = plt.subplots(figsize=(10, 5), dpi=120, layout="constrained")
     for fits, color, label in ((True, "#1f4e79", "fits"), (False, "#b5651d", "does not fit")):
-        some = [r for r in rows[1:] if r["fits"] == fits]
-        points = [[r["device_bytes"] / gib for r in some], [r["step_time_s"] for r in some]]
-        axes.scatter(*points, s=24, color=color, label=label)
-        for r in some:
-            axes.annotate(
-                r["name"],
-                (r["device_bytes"] / gib, r["step_time_s"]),
-                xytext=(4, 4),
-                textcoords="offset points",
-                fontsize=7,
-            )
-    plan = rows[0]
-    axes.scatter(
-        [plan["device_bytes"] / gib], [plan["step_time_s"]], s=110, marker="*", color="#2e8b57", label="the plan"
-    )
+        places = [place(r) for r in rows[1:] if r["fits"] == fits]
+        if places:
+            axes.scatter(*zip(*places, strict=True), s=24, color=color, label=label)
+    for number, row in enumerate(rows[1:], 1):
+        axes.annotate(str(number), place(row), xytext=(3, 3), textcoords="offset points", fontsize=8)
+    axes.scatter(*place(rows[0]), s=110, marker="*", color="#2e8b57", label="this plan")
+    names = "\n".join(f"{number:>2}  {row['name']}" for number, row in enumerate(rows[1:], 1))
+    axes.text(1.02, 1.0, names, transform=axes.transAxes, fontsize=8, va="top", family="monospace")
     axes.set_xlabel("device memory, GiB")
-    axes.set_ylabel("predicted step time, s")
+    axes.set_ylabel("predicted time of a sequence, ms" if several else "predicted step time, s")
     if max(r["device_bytes"] for r in rows) > 8 * min(r["device_bytes"] for r in rows):
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="lower right")
     figure.savefig(file)
     plt.close(figure)
 

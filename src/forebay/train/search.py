@@ -34,6 +34,16 @@ class Point:
     host_bytes: float | None = None
     error: str | None = None
 
+    def to_row(self) -> dict[str, Any]:
+        """The row of a table."""
+        parts = [f"mesh {self.mesh}, batch {self.batch}"]
+        parts += [f"{self.accumulate} microbatches"] if self.accumulate > 1 else []
+        return {
+            "name": ", ".join(parts), "step_time_s": self.step_s, "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes, "fits": True, "compiled": False, "mesh": self.mesh, "batch": self.batch,
+            "accumulate": self.accumulate,
+        }  # fmt: skip
+
     @property
     def seconds_per_sequence(self) -> float:
         return math.inf if self.step_s is None else self.step_s / self.batch
@@ -47,24 +57,13 @@ class Outcome:
     points: tuple[Point, ...]
 
     def table(self) -> list[dict[str, Any]]:
-        """What was considered: the configurations, or where there was one, the presets beside the plan."""
-        plan = self.program.plan
-        chosen = {
-            "name": "this plan", "step_time_s": (plan.predicted or {})["step_time_s"],
-            "device_bytes": (plan.predicted or {})["device_bytes"], "host_bytes": (plan.predicted or {})["host_bytes"],
-            "fits": True, "compiled": plan.verified,
-        }  # fmt: skip
-        rows = [chosen, *({**a, "compiled": False} for a in plan.alternatives)]
-        for p in self.points:
-            if len(self.points) > 1 and p.step_s is not None:
-                rows.append(
-                    {
-                        "name": f"mesh {p.mesh}, batch {p.batch}, {p.accumulate} microbatches" if p.accumulate > 1
-                        else f"mesh {p.mesh}, batch {p.batch}",
-                        "step_time_s": p.step_s, "device_bytes": p.device_bytes, "host_bytes": p.host_bytes,
-                        "fits": True, "compiled": False, "mesh": p.mesh, "batch": p.batch, "accumulate": p.accumulate,
-                    }
-                )  # fmt: skip
+        """What was considered, the plan first: the presets beside it, and the configurations where there were several."""
+        plan, batch = self.program.plan, self.program.config.batch
+        predicted = plan.predicted or {}
+        numbers = {k: predicted[k] for k in ("step_time_s", "device_bytes", "host_bytes")}
+        rows = [{"name": "this plan", **numbers, "fits": True, "compiled": plan.verified, "batch": batch}]
+        rows += [{**a, "compiled": False, "batch": batch} for a in plan.alternatives]
+        rows += [p.to_row() for p in self.points if p.step_s is not None]
         return rows
 
 
@@ -109,9 +108,7 @@ def search_around(
         except UserError as error:
             return dataclasses.replace(point, error=str(error))
         p = found.predicted
-        return dataclasses.replace(
-            point, step_s=p.step_s * candidate.accumulate, device_bytes=p.device_bytes, host_bytes=p.host_bytes
-        )
+        return dataclasses.replace(point, step_s=p.step_s, device_bytes=p.device_bytes, host_bytes=p.host_bytes)
 
     def compiled(candidate: ProgramConfig) -> Program:
         return planned_program(
@@ -172,10 +169,11 @@ def _largest_batch(
 
 
 def _smaller(config: ProgramConfig, devices: int) -> Iterator[ProgramConfig]:
-    """The configuration, then the same with one sequence per device less, and so on: for when compiling says no."""
-    step = devices * config.accumulate
-    for batch in range(config.batch, 0, -step):
-        yield dataclasses.replace(config, batch=batch)
+    """The configuration, then some with less and less per device: for when compiling says no."""
+    per_device = config.batch // (devices * config.accumulate)
+    while per_device > 0:
+        yield dataclasses.replace(config, batch=per_device * devices * config.accumulate)
+        per_device = min(per_device - 1, per_device * 7 // 8)
 
 
 def _varied(config: ProgramConfig, devices: int, searches: Sequence[str]) -> Iterator[ProgramConfig]:
