@@ -54,6 +54,8 @@ plans = st.builds(
     compiled=st.none() | objects,
     verified=st.booleans(),
     alternatives=st.lists(objects, max_size=2).map(tuple),
+    reasons=st.lists(objects, max_size=2).map(tuple),
+    notes=st.lists(st.text(), max_size=2).map(tuple),
 )
 
 
@@ -88,6 +90,8 @@ def test_the_shape_of_the_file():
         "compiled": None,
         "verified": True,
         "alternatives": [],
+        "reasons": [],
+        "notes": [],
     }
 
 

@@ -1,6 +1,7 @@
 """The loop with the compiler, against compilers made up for the purpose."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_budget_below_the_state_says_what_is_missing_and_what_would_free_it():
     with pytest.raises(InfeasibleError) as error:
         search(fake(p), None)
     text = str(error.value)
-    assert "6.0 GiB too much" in text  # 10 + 4 of 8
+    assert "6.00 GiB too much" in text  # 10 + 4 of 8
     assert "optimizer state on the host" in text and "more devices" in text and "bytes per parameter" in text
 
 
@@ -122,7 +123,7 @@ def test_a_budget_below_the_least_plan_says_how_much_that_is():
     """x stays, 4 GiB over four layers, with 3 GiB for the loss; without a link nothing can leave."""
     p = problem(chain(), device_budget=6 * GIB, loss_bytes=3 * GIB, d2h_bytes_per_s=0.0, h2d_bytes_per_s=0.0)
     text = explain_infeasible(fake(p), p)
-    assert "takes 7.0 GiB of the 6.0 GiB" in text
+    assert re.search(r"takes 7\.0\d GiB of the 6\.00 GiB", text)  # found by halving, to 64 MiB
     assert "smaller batch" in text
 
 
@@ -147,5 +148,5 @@ def test_an_estimate_that_is_a_little_over_the_budget_is_put_to_the_compiler():
     p = problem(chain(), device_budget=6.5 * GIB, loss_bytes=3 * GIB, d2h_bytes_per_s=0.0, h2d_bytes_per_s=0.0)
     found = search(fake(p), Compiler(p, factor=0.9))
     assert found.fits
-    with pytest.raises(InfeasibleError, match="of 1 that were compiled the smallest needs 7.00 GiB"):
+    with pytest.raises(InfeasibleError, match=r"of 1 that were compiled the smallest needs 7\.00 GiB"):
         search(fake(p), Compiler(p))
