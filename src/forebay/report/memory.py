@@ -11,6 +11,7 @@ from forebay.hardware import Hardware
 from forebay.report.console import make_console
 from forebay.units import GiB, MiB, format_bytes, format_count
 from forebay.xla.compile import SCHEMA, Bytes, CompiledStep
+from forebay.xla.windows import HIDDEN_WINDOW
 
 
 def compile_json(
@@ -55,7 +56,11 @@ def compile_json(
             }
             for t in compiled.transfers
         ],
-        "remat_clones": compiled.remat_clones,
+        "violations": list(compiled.violations),
+        "host_copy_bytes": compiled.host_copy_bytes,
+        "remat_clones": compiled.remat.count,
+        "remat_flops": compiled.remat.flops,
+        "remat_collectives": compiled.remat.collectives,
         "lower_time_s": compiled.lower_time_s,
         "compile_time_s": compiled.compile_time_s,
         "versions": dict(compiled.versions),
@@ -86,12 +91,23 @@ def print_compiled(report: Mapping[str, Any], console: Console | None = None) ->
     if report["host_peak"]:
         console.print()
         console.print(_peak_table(report["host_peak"], "Host memory, per device", report["host_bytes"]["total"]))
+    if report["transfers"]:
+        console.print()
+        console.print(_transfer_table(report["transfers"]))
     console.print()
+    for violation in report["violations"]:
+        console.print(f"the copies cannot be right: {violation}", style="bold red", highlight=False)
+    if report["host_copy_bytes"]:
+        console.print(
+            f"the step copies {format_bytes(report['host_copy_bytes'])} from host memory to host memory",
+            style="yellow", highlight=False,
+        )  # fmt: skip
     if report["remat_clones"]:
         console.print(
-            f"[yellow]the compiler recomputes {report['remat_clones']} instructions of its own accord (.remat), "
-            f"because it counts more memory than it believes there is[/yellow]"
-        )
+            f"the compiler recomputes {report['remat_clones']} instructions of its own accord (.remat): "
+            f"{report['remat_flops'] / 1e12:.2f} TFLOP and {report['remat_collectives']} collectives a step",
+            style="yellow", highlight=False,
+        )  # fmt: skip
     for note in report["notes"]:
         console.print(f"note: {note}", style="yellow", highlight=False)
     _print_verdict(report, console)
@@ -125,6 +141,24 @@ def _peak_table(rows: Any, title: str, total: int) -> Table:
         table.add_row("other", f"{len(small)} smaller", f"{sum(r['bytes'] for r in small) / size:,.2f}", "")
     table.add_section()
     table.add_row("", "total", f"{total / size:,.2f}", "", style="bold")
+    return table
+
+
+def _transfer_table(transfers: Any) -> Table:
+    """Windows are shares of a layer's matrix and attention FLOPs, in percent."""
+    table = Table(
+        title="Copies between device and host, per device and step", title_justify="left", title_style="bold", box=None,
+        pad_edge=False,
+    )  # fmt: skip
+    table.add_column("tensor")
+    table.add_column("direction", style="cyan")
+    table.add_column("where")
+    table.add_column("GiB", justify="right")
+    table.add_column("window", justify="right")
+    for t in transfers:
+        window = Text(f"{100 * t['window']:.0f} %", style="" if t["window"] >= HIDDEN_WINDOW else "red")
+        size = f"{t['bytes'] * t['count'] / GiB:,.2f}"
+        table.add_row(f"{t['name']} ({t['stack']})", t["direction"].upper(), t["where"], size, window)
     return table
 
 
