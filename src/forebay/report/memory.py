@@ -11,16 +11,23 @@ from forebay.hardware import Hardware
 from forebay.report.console import make_console
 from forebay.units import GiB, MiB, format_bytes, format_count
 from forebay.xla.compile import SCHEMA, Bytes, CompiledStep
+from forebay.xla.exposure import MemoryLimit, explain
+from forebay.xla.options import HOST_COUNTED, memory_limit_bytes
 from forebay.xla.windows import HIDDEN_WINDOW
 
 
 def compile_json(
-    compiled: CompiledStep, program: Any, hardware: Hardware, memory_fraction: float | None
+    compiled: CompiledStep,
+    program: Any,
+    hardware: Hardware,
+    memory_fraction: float | None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `forebay compile --json` prints. Bytes are per device.
 
     `fits` is whether the compiler accepted the program, its device bytes are within `hbm_bytes` (the
-    memory that XLA may use, not all there is) and its host bytes within the host's.
+    memory that XLA may use, not all there is) and its host bytes within the host's. `exposed` is a line on
+    the copies in loops that are not hidden, or null; `options` are the compiler's, for telling why.
     """
     hbm_bytes = hardware.usable_hbm_bytes(memory_fraction)
     host_capacity = hardware.host.memory_bytes_per_device
@@ -56,6 +63,7 @@ def compile_json(
             }
             for t in compiled.transfers
         ],
+        "exposed": explain(compiled.transfers, _memory_limit(compiled, hardware, options or {}), compiled.remat.count),
         "violations": list(compiled.violations),
         "host_copy_bytes": compiled.host_copy_bytes,
         "remat_clones": compiled.remat.count,
@@ -66,6 +74,14 @@ def compile_json(
         "versions": dict(compiled.versions),
         "notes": program.notes(),
     }  # fmt: skip
+
+
+def _memory_limit(compiled: CompiledStep, hardware: Hardware, options: Mapping[str, Any]) -> MemoryLimit | None:
+    percent = options.get("xla_gpu_memory_limit_slop_factor")
+    if percent is None:
+        return None
+    limit = memory_limit_bytes(hardware.hbm_bytes, compiled.device.arguments, percent)
+    return MemoryLimit(limit, compiled.device.temporaries + HOST_COUNTED * compiled.host.temporaries)
 
 
 def print_compiled(report: Mapping[str, Any], console: Console | None = None) -> None:

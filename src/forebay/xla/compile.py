@@ -16,11 +16,13 @@ from typing import Any
 
 from forebay.errors import UserError
 from forebay.xla.buffers import Assignment, read_assignment
+from forebay.xla.exposure import exposed
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, parse_module
 from forebay.xla.invariants import host_buffers, violations
 from forebay.xla.memory import Row, memory_rows
+from forebay.xla.options import variants
 from forebay.xla.remat import RematClones, remat_clones
-from forebay.xla.windows import Transfer, host_copy_bytes, transfers
+from forebay.xla.windows import Transfer, buffer_scopes, host_copy_bytes, transfers
 
 SCHEMA = "forebay.compile/1"
 
@@ -102,15 +104,15 @@ def compile_step(
             text = _dumped_hlo(dump)
         module = parse_module(text)
         assignment = read_assignment(dump, module)
-    moved = tuple(transfers(module))
+    moved, scopes = tuple(transfers(module)), buffer_scopes(module)
     if save_hlo is not None:
         save_hlo.write_text(text)
     return CompiledStep(
         device=_bytes(assignment, module, 0),
         host=_bytes(assignment, module, HOST_MEMORY_SPACE),
-        rows=tuple(memory_rows(assignment, module, weight_shapes)),
+        rows=tuple(memory_rows(assignment, module, weight_shapes, scopes)),
         transfers=moved,
-        violations=tuple(violations(moved, host_buffers(assignment))),
+        violations=tuple(violations(moved, host_buffers(assignment, scopes))),
         host_copy_bytes=host_copy_bytes(module),
         remat=remat_clones(module),
         compile_time_s=compiled_at - lowered_at,
@@ -118,6 +120,40 @@ def compile_step(
         refused=refused,
         versions=versions(),
     )
+
+
+def compile_hidden(
+    step: Any,
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+    *,
+    judged: bool = True,
+    save_hlo: Path | None = None,
+    **arguments: Any,
+) -> tuple[CompiledStep, Mapping[str, Any]]:
+    """Compiles under the first variant of `options` that hides all copies in loops, or the one that hides most.
+
+    Args:
+        judged: whether windows decide; otherwise the options are taken as they are.
+        arguments: those of `compile_step`.
+
+    Returns:
+        The step and the options that it was compiled with.
+    """
+    tried: list[tuple[float, int, CompiledStep, Mapping[str, Any]]] = []
+    for number, variant in enumerate(variants(options)):
+        saved = None if save_hlo is None else save_hlo.with_name(f"{save_hlo.name}.{number}")
+        compiled = compile_step(step, args, options=variant, save_hlo=saved, **arguments)
+        bytes_exposed = sum(t.num_bytes * t.count * (1 - t.window) for t in exposed(compiled.transfers))
+        tried.append((bytes_exposed, number, compiled, variant))
+        if not (judged and bytes_exposed):
+            break
+    _, best, compiled, variant = min(tried, key=lambda t: t[0])
+    if save_hlo is not None:
+        for number in range(len(tried)):
+            file = save_hlo.with_name(f"{save_hlo.name}.{number}")
+            file.replace(save_hlo) if number == best else file.unlink()
+    return compiled, variant
 
 
 def versions() -> dict[str, str]:

@@ -6,29 +6,29 @@ a run on the device proves them.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from forebay.units import format_bytes
 from forebay.xla.buffers import Assignment
 from forebay.xla.hlo import arrays_of
-from forebay.xla.windows import SCOPE, Transfer
+from forebay.xla.windows import Transfer
 
 type HostBuffers = dict[tuple[str, str], Counter[int]]
 """By stack and name: the sizes of the buffers in bytes, without padding, and how many there are of each."""
 
 
-def host_buffers(assignment: Assignment) -> HostBuffers:
-    """The buffers in host memory in which the layer scan keeps residuals."""
+def host_buffers(assignment: Assignment, scopes: Mapping[str, tuple[str, str]]) -> HostBuffers:
+    """The buffers in host memory in which the layer scan keeps residuals; `scopes` as of `windows.buffer_scopes`."""
     found: HostBuffers = {}
     for allocation in assignment.allocations:
         if not allocation.on_host:
             continue
         seen = set()
         for value in allocation.values:
-            saved = SCOPE.search(assignment.origins.get(value.id, ""))
-            if saved and (value.offset, value.num_bytes) not in seen:
+            scope = scopes.get(value.name)
+            if scope and (value.offset, value.num_bytes) not in seen:
                 seen.add((value.offset, value.num_bytes))
-                found.setdefault((saved[1], saved[2]), Counter())[arrays_of(value.shape)[0].num_bytes] += 1
+                found.setdefault(scope, Counter())[arrays_of(value.shape)[0].num_bytes] += 1
     return found
 
 

@@ -7,7 +7,7 @@ them as `op_name`), and from the argument names of the jitted step.
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 from forebay.xla.buffers import Allocation, Assignment, Held, peak
@@ -29,8 +29,15 @@ class Row:
     memory: Literal["device", "host"] = "device"
 
 
-def memory_rows(assignment: Assignment, module: Module, weight_shapes: Collection[tuple[int, ...]]) -> list[Row]:
+def memory_rows(
+    assignment: Assignment,
+    module: Module,
+    weight_shapes: Collection[tuple[int, ...]],
+    scopes: Mapping[str, tuple[str, str]],
+) -> list[Row]:
     """The table, largest rows first within each kind, kinds in the order of `KINDS`.
+
+    `scopes` name buffers in host memory, by instructions that hold them (`windows.buffer_scopes`).
 
     `weight_shapes` are the shapes that weights have on one device: float32 arrays of these shapes that
     the backward pass makes are gradients.
@@ -46,7 +53,7 @@ def memory_rows(assignment: Assignment, module: Module, weight_shapes: Collectio
         elif allocation.kind == "temporary" and allocation.memory_space in (0, HOST_MEMORY_SPACE):
             held, unused = peak(assignment, allocation)
             for part in held:
-                name, kind = _temporary(part, assignment, weight_shapes, memory)
+                name, kind = _temporary(part, assignment, weight_shapes, memory, scopes)
                 totals[name, kind, memory] += part.num_bytes
             totals["gaps between buffers", "other", memory] += unused
     rows = [Row(name, kind, size, memory) for (name, kind, memory), size in totals.items() if size]  # type: ignore[arg-type]
@@ -65,12 +72,18 @@ def _argument(allocation: Allocation, module: Module) -> tuple[str, Kind]:
 
 
 def _temporary(
-    part: Held, assignment: Assignment, weight_shapes: Collection[tuple[int, ...]], memory: str
+    part: Held,
+    assignment: Assignment,
+    weight_shapes: Collection[tuple[int, ...]],
+    memory: str,
+    scopes: Mapping[str, tuple[str, str]],
 ) -> tuple[str, Kind]:
     names = [m[1] for v in part.values if (m := _OP_NAME.search(assignment.origins.get(v.id, "")))]
     text = " ".join(names)
     if saved := re.search(r"\bsave:([^/:]+):([\w.\-]+)", text):
         return (f"{saved[2]} ({saved[1]}, {'offloaded' if memory == 'host' else 'saved'})"), "activation"
+    if memory == "host" and (kept := next((scopes[v.name] for v in part.values if v.name in scopes), None)):
+        return f"{kept[1]} ({kept[0]}, offloaded)", "activation"
     if "gradient:" in text:
         return "gradients of the layers", "gradient"
     if loaded := re.search(r"\bload:([^/:]+):([\w.\-]+)", text):

@@ -40,6 +40,7 @@ class Transfer:
             wherever else the program is not in such a loop; "update" in the optimizer.
         window: the share of a layer's matrix and attention FLOPs between start and done, 0 to 1; the
             smallest where the copies differ.
+        depth: how many loops the copy is in.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Transfer:
     num_bytes: int
     count: int
     window: float
+    depth: int = 0
 
 
 def transfers(module: Module) -> list[Transfer]:
@@ -66,6 +68,11 @@ def transfers(module: Module) -> list[Transfer]:
 def host_copy_bytes(module: Module) -> int:
     """Bytes copied from host memory to host memory in a step."""
     return sum(copy.num_bytes * times for copy, times in _Reader(module).copies("h2h"))
+
+
+def buffer_scopes(module: Module) -> dict[str, tuple[str, str]]:
+    """Stack and name of the tensor by the names of the instructions whose value is its buffer in host memory."""
+    return {step.name: scope for step, scope in _Reader(module).buffers.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,19 +112,24 @@ class _Reader:
             stack, name = self._scope(copy)
             body = copy.start.computation
             in_loop = body in layer_loops
-            layer = (
-                self.flops.computation(body) / self._layers_of_iteration(body)
-                if in_loop
-                else layer_flops.get((stack, copy.direction), self.flops.computation(body))
-            )
+            if in_loop:
+                layer = self.flops.computation(body) / self._layers_of_iteration(body)
+            else:  # of a stack without a loop there is no layer to compare with but all that is done here
+                layer = layer_flops.get((stack, copy.direction), self.flops.computation(body))
             window = min(1.0, self._flops_between(copy) / layer) if layer else 0.0
             update = "optimizer/" in f"{copy.start.op_name}/"
             where = "update" if update else "loop" if in_loop else "boundary"
-            yield Transfer(name, stack, copy.direction, where, copy.num_bytes, times, window)
+            yield Transfer(name, stack, copy.direction, where, copy.num_bytes, times, window, self._depth(body))
 
     def _layer_loops(self, bodies: set[str]) -> set[str]:
         """The loop bodies with copies in which no other such loop is nested."""
         return {b for b in bodies & set(self.loops) if not any(self._contains(b, other) for other in bodies - {b})}
+
+    def _depth(self, computation: str) -> int:
+        depth = 0
+        while computation in self.loops:
+            computation, depth = self.loops[computation].computation, depth + 1
+        return depth
 
     def _contains(self, outer: str, inner: str) -> bool:
         while inner in self.loops:
@@ -206,18 +218,50 @@ class _Reader:
                 return instruction.tuple_index
         return None
 
+    @functools.cached_property
+    def _scopes(self) -> dict[Instruction, tuple[str, str]]:
+        """Stack and name of the tensor of each copy, by the instruction that starts it.
+
+        They are in the scopes of the copy itself or of what its value comes from. The compiler drops those of
+        some copies; these have the name of another copy of the same buffer.
+        """
+        unnamed = ("", UNNAMED)
+        return {
+            start: self._scope_in(trail) or next((self.buffers[s] for s in trail if s in self.buffers), unnamed)
+            for start, trail in self._trails.items()
+        }
+
+    @functools.cached_property
+    def _trails(self) -> dict[Instruction, list[Instruction]]:
+        return {copy.start: self._trail(copy) for copy, _ in self.copies("d2h", "h2d")}
+
+    @functools.cached_property
+    def buffers(self) -> dict[Instruction, tuple[str, str]]:
+        """The tensor that is kept in each value that is one array in host memory."""
+        return {
+            step: scope
+            for trail in self._trails.values()
+            if (scope := self._scope_in(trail))
+            for step in trail
+            if _on_host_only(step)
+        }
+
     def _scope(self, copy: _Copy) -> tuple[str, str]:
-        """Stack and name of the tensor, from the scopes of the copy and of what the buffer comes from."""
-        for instruction in itertools.chain([copy.start, copy.done], self._origins(copy.start)):
-            if instruction is None:
-                continue
+        return self._scopes[copy.start]
+
+    def _trail(self, copy: _Copy) -> list[Instruction]:
+        ends = [copy.start] if copy.done is None else [copy.start, copy.done]
+        return [*ends, *self._origins(copy.start)]
+
+    def _scope_in(self, trail: list[Instruction]) -> tuple[str, str] | None:
+        for instruction in trail:
             texts = [instruction.op_name]
             if body := instruction.called("calls"):
                 texts += [i.op_name for i in self.module.computations.get(body, ())]
             for text in texts:
                 if scope := SCOPE.search(text):
                     return scope[1], scope[2]
-        return "", UNNAMED
+        return None
 
     def _origins(self, instruction: Instruction) -> Iterator[Instruction]:
         """What the first operand's value comes from, back through copies, tuples and loops."""
@@ -250,6 +294,13 @@ class _Reader:
 
 def _on_host(array: Array) -> bool:
     return array.memory_space == HOST_MEMORY_SPACE
+
+
+def _on_host_only(instruction: Instruction) -> bool:
+    """Whether the value is one buffer in host memory, perhaps being written, and not a loop's state."""
+    arrays = arrays_of(instruction.shape)
+    writing = instruction.opcode.endswith("-start") and _on_host(arrays[0])
+    return writing or (len(arrays) == 1 and _on_host(arrays[0]))
 
 
 def _direction(results: list[Array], operands: list[Array]) -> tuple[str, list[Array]]:
