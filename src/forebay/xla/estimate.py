@@ -14,18 +14,18 @@ def argument_bytes(shapes: Any, shardings: Any) -> int:
 
 
 def offloaded_bytes(jaxpr: Any, devices: int) -> int:
-    """Bytes on one device's host of all that a traced program moves there, split evenly over `devices`.
+    """Bytes on one device's host of what the loops of a traced program leave there, split evenly over `devices`.
 
-    Single layers are counted beside the stacks that they are written into, so it is a little more than
-    what the compiler allocates; what tensor parallelism leaves whole on several devices is counted once.
+    These are the stacks of residuals. What tensor parallelism leaves whole on several devices is counted
+    once.
     """
-    moved = 0
+    kept = 0
     for equation in _equations(jaxpr):
-        if equation.primitive.name == "device_put":
+        if equation.primitive.name in ("scan", "while"):
             avals = [v.aval for v in equation.outvars]
             host = [a for a in avals if getattr(a, "memory_space", None) == jax.memory.Space.Host]
-            moved += sum(math.prod(a.shape) * a.dtype.itemsize for a in host)
-    return moved // devices
+            kept += sum(math.prod(a.shape) * a.dtype.itemsize for a in host)
+    return kept // devices
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

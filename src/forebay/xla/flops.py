@@ -69,10 +69,8 @@ class FlopCounter:
         return 2.0 * math.prod(arrays_of(instruction.shape)[0].dims) * contracted
 
     def _convolution(self, instruction: Instruction) -> float:
-        return convolution_flops(
-            instruction.rest, *(a.dims for a in self._operand_arrays(instruction)[:2]),
-            arrays_of(instruction.shape)[0].dims,
-        )  # fmt: skip
+        left, right = (a.dims for a in self._operand_arrays(instruction)[:2])
+        return convolution_flops(instruction.rest, left, right, arrays_of(instruction.shape)[0].dims)
 
     def _custom_call(self, instruction: Instruction) -> float:
         target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
