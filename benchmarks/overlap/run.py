@@ -20,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def one(model: str, hardware: str, devices: int, placement: str, way: str) -> No
     jax.jit(lambda x: x + 1, in_shardings=program.sharding.named(()), out_shardings=program.sharding.named(())).lower(
         jax.ShapeDtypeStruct((8,), "float32")
     ).compile()
+    before = time.process_time()
     compiled, chosen = compile_hidden(step, args, options, judged=machine.platform == "cuda" and way == "forebay")
     row: dict[str, Any] = {"model": model, "hardware": hardware, "devices": devices, "placement": placement, "way": way}
     for direction in ("d2h", "h2d"):
@@ -91,7 +93,7 @@ def one(model: str, hardware: str, devices: int, placement: str, way: str) -> No
         "remat_clones": compiled.remat.count, "remat_flops": compiled.remat.flops,
         "double_buffered": "xla_gpu_enable_while_loop_unrolling" in chosen,
         "memory_limit_percent": chosen.get("xla_gpu_memory_limit_slop_factor"),
-        "compile_time_s": compiled.compile_time_s, "versions": dict(compiled.versions),
+        "cpu_s": time.process_time() - before, "compile_time_s": compiled.compile_time_s, "versions": dict(compiled.versions),
     }))  # fmt: skip
 
 
@@ -145,19 +147,24 @@ def main() -> None:
                     sys.exit(done.stderr[-2000:])
                 rows.append(json.loads(done.stdout.splitlines()[-1]))
                 print("\n".join(table(rows[-1:])[2:]), flush=True)
+                write(rows)
+
+
+def write(rows: list[dict[str, Any]]) -> None:
     order = [f"{m} {h} {d}" for m, h, d in CASES]
-    rows.sort(key=lambda r: order.index(f"{r['model']} {r['hardware']} {r['devices']}"))
+    rows = sorted(rows, key=lambda r: order.index(f"{r['model']} {r['hardware']} {r['devices']}"))
     versions = ", ".join(f"{k} {v}" for k, v in rows[0]["versions"].items() if k != "forebay")
     text = [
         "# Windows of the copies between device and host", "",
         f"Compiled only. {os.cpu_count()} CPU cores shared with other work, no accelerator; {versions}. Sequences of 8192",
         "tokens, one per device, FSDP over all devices, blockwise attention on GPU and splash attention on TPU. Command:",
         "`.venv/bin/python benchmarks/overlap/run.py`. D2H and H2D are the windows of the copies in loops, the mean by bytes",
-        "and in brackets the smallest; sizes are GiB per device. What the columns mean and why the figures are what they are:",
+        "and in brackets the smallest; sizes are GiB per device. Where the load of the machine varied, compile times of",
+        "different rows cannot be compared. What the columns mean and why the figures are what they are:",
         "[docs/overlap.md](../../docs/overlap.md).", "",
         *table(rows), "",
     ]  # fmt: skip
-    stored.write_text(json.dumps(rows, indent=1) + "\n")
+    (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
     (HERE / "results.md").write_text("\n".join(text))
 
 

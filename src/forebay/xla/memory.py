@@ -7,11 +7,12 @@ them as `op_name`), and from the argument names of the jitted step.
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Literal, get_args
 
 from forebay.xla.buffers import Allocation, Assignment, Held, peak
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, arrays_of
+from forebay.xla.windows import BufferScopes
 
 Kind = Literal["parameter", "optimizer", "gradient", "activation", "copy", "workspace", "logits", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -33,7 +34,7 @@ def memory_rows(
     assignment: Assignment,
     module: Module,
     weight_shapes: Collection[tuple[int, ...]],
-    scopes: Mapping[str, tuple[str, str]],
+    scopes: BufferScopes,
 ) -> list[Row]:
     """The table, largest rows first within each kind, kinds in the order of `KINDS`.
 
@@ -76,13 +77,15 @@ def _temporary(
     assignment: Assignment,
     weight_shapes: Collection[tuple[int, ...]],
     memory: str,
-    scopes: Mapping[str, tuple[str, str]],
+    scopes: BufferScopes,
 ) -> tuple[str, Kind]:
     names = [m[1] for v in part.values if (m := _OP_NAME.search(assignment.origins.get(v.id, "")))]
     text = " ".join(names)
     if saved := re.search(r"\bsave:([^/:]+):([\w.\-]+)", text):
         return (f"{saved[2]} ({saved[1]}, {'offloaded' if memory == 'host' else 'saved'})"), "activation"
-    if memory == "host" and (kept := next((scopes[v.name] for v in part.values if v.name in scopes), None)):
+    if memory == "host" and (
+        kept := next((scopes[v.name, v.index] for v in part.values if (v.name, v.index) in scopes), None)
+    ):
         return f"{kept[1]} ({kept[0]}, offloaded)", "activation"
     if "gradient:" in text:
         return "gradients of the layers", "gradient"

@@ -70,9 +70,21 @@ def host_copy_bytes(module: Module) -> int:
     return sum(copy.num_bytes * times for copy, times in _Reader(module).copies("h2h"))
 
 
-def buffer_scopes(module: Module) -> dict[str, tuple[str, str]]:
-    """Stack and name of the tensor by the names of the instructions whose value is its buffer in host memory."""
-    return {step.name: scope for step, scope in _Reader(module).buffers.items()}
+type BufferScopes = dict[tuple[str, str], tuple[str, str]]
+"""Stack and name of the tensor by an instruction's name and, for one element of a tuple, its index."""
+
+
+def buffer_scopes(module: Module) -> BufferScopes:
+    """Which values are a tensor's buffer in host memory, the states of loops included."""
+    buffers = _Reader(module).buffers
+    scopes: BufferScopes = {(step.name, ""): scope for step, scope in buffers.items()}
+    for body, loop in module.loops.items():
+        root = module.root(body)
+        states = [loop, root, module.parameter(body), module.parameter(loop.called("condition") or "")]
+        for index, element in enumerate(module.operands(root) if root else ()):
+            if scope := buffers.get(element):
+                scopes |= {(state.name, str(index)): scope for state in states if state is not None}
+    return scopes
 
 
 @dataclasses.dataclass(frozen=True)
