@@ -116,6 +116,7 @@ def find_plan(
     notes = unnamed_notes(costed)
     if found.measured is None:
         notes.insert(0, f"not compiled, so its memory is an estimate: {why_not}")
+    notes += found.measured.notes if found.measured else ()
     found = _as_compiled(found)
     price = shadow_price(found.problem, found.predicted.step_s, variants=variants, time_limit_s=time_limit_s)
     return dataclasses.replace(
@@ -251,7 +252,7 @@ def _compiler(
     import jax.sharding
 
     from forebay.offload.apply import apply
-    from forebay.xla.compile import compile_step
+    from forebay.xla.compile import compile_hidden
     from forebay.xla.options import compiler_options
     from forebay.xla.topology import compile_only_devices
 
@@ -303,15 +304,15 @@ def _compiler(
             donate_argnums=() if optimizer is None else (0, 1),
         )
         offloads = any(p.names("host") for p in placements)
-        compiled = compile_step(
-            jitted, (shapes[0], state, *shapes[1:]),
-            options=compiler_options(machine.platform, deviceless=deviceless, offloads=offloads),
-        )  # fmt: skip
+        options = compiler_options(machine.platform, deviceless=deviceless, offloads=offloads)
+        compiled, _ = compile_hidden(
+            jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda"
+        )
         report = {
             "device_bytes": dataclasses.asdict(compiled.device) | {"total": compiled.device.total},
             "host_bytes": {"total": compiled.host.total},
             "peak": [{"name": r.name, "kind": r.kind, "bytes": r.num_bytes} for r in compiled.peak_rows("device")],
-            "remat_clones": compiled.remat_clones,
+            "remat_clones": compiled.remat.count,
             "compile_time_s": compiled.compile_time_s,
             "versions": dict(compiled.versions),
         }

@@ -127,7 +127,7 @@ def test_where_it_is_kept(equations, where, space):
         x, _, constant = example(3)
         return summed(scan_layers(block, place((0, 3, {"u": where})), x, weights, constant))
 
-    loops = [e for e in equations(jax.grad(loss), example(3)[1]) if e.primitive.name == "scan"]
+    loops = [e for e in equations(jax.grad(loss), example(3)[1]) if e.primitive.name in ("scan", "while")]
     stacks = {v.aval.memory_space for e in loops for v in e.outvars if v.aval.shape == (3, 2, D)}
     assert space in stacks
 

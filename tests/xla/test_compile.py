@@ -4,6 +4,7 @@ Expected sizes are worked out from the model's shapes, not read off a compile.
 """
 
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -100,10 +101,16 @@ def test_saved_tensors_are_on_the_device_with_their_worked_out_sizes():
 @pytest.mark.parametrize("hardware", ["gb200", "v5p"])
 def test_every_offloaded_tensor_goes_out_and_comes_back_once_a_layer(hardware):
     _, step = compiled(hardware, "minimal_offloaded,context=device")
-    moved = {(t.name, t.direction): (t.num_bytes, t.count) for t in step.transfers}
-    for name in ("query_proj", "key_proj", "value_proj", "out_proj", "mlpwi_0", "mlpwi_1"):
-        assert moved[name, "d2h"] == moved[name, "h2d"] == (BYTES[name], LAYERS)
-    assert len(moved) == 12
+    moved = Counter()
+    for t in step.transfers:
+        moved[t.name, t.direction, t.num_bytes] += t.count
+    names = ("query_proj", "key_proj", "value_proj", "out_proj", "mlpwi_0", "mlpwi_1")
+    slices = {(name, direction, BYTES[name]): LAYERS for name in names for direction in ("d2h", "h2d")}
+    # a TPU's compiler may also copy a whole stack to change its layout
+    stacks = {key: count for key, count in moved.items() if key not in slices}
+    assert moved - Counter(stacks) == Counter(slices)
+    assert all(size == LAYERS * BYTES[name] for name, _, size in stacks) and not (stacks and hardware == "gb200")
+    assert step.violations == ()
 
 
 def test_ranges_of_layers_place_their_own_layers_only():

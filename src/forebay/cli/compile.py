@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from forebay.errors import EXIT_DOES_NOT_FIT, EXIT_OK, UserError
+from forebay.errors import EXIT_DOES_NOT_FIT, EXIT_NOT_HIDDEN, EXIT_OK, UserError
 from forebay.train.config import ProgramConfig
 from forebay.train.run_config import TrainConfig
 
@@ -34,7 +34,8 @@ ALSO = (TrainConfig,)  # a run's config.yaml may be given
 
 
 def run(config: CompileConfig) -> int:
-    """Compiles, prints, and returns 0 when the step fits its memory, 4 when it does not."""
+    """Compiles, prints, and returns 0 when the step fits its memory, 4 when it does not, and 5 when it fits but
+    copies that its plan asks for are not hidden behind the layers' work (told for GPUs only)."""
     from forebay.hardware import get_hardware
 
     hardware = get_hardware(config.hardware)
@@ -47,13 +48,20 @@ def run(config: CompileConfig) -> int:
 
     devices = compile_only_devices(hardware, config.devices)
     program = planned_program(config, devices, hardware, memory_fraction=config.memory_fraction)
-    compiled = compile_program(
-        program, hardware, deviceless=True, save_hlo=None if config.save_hlo is None else Path(config.save_hlo)
-    )
-    report = compile_json(compiled, program, hardware, config.memory_fraction)
+    done = compile_program(
+        program, hardware, deviceless=True, memory_fraction=config.memory_fraction,
+        save_hlo=None if config.save_hlo is None else Path(config.save_hlo),
+    )  # fmt: skip
+    report = compile_json(done.compiled, program, hardware, config.memory_fraction, done.options)
+    report["notes"] += done.notes
     if config.json:
         json.dump(report, sys.stdout, indent=2)
         print()
     else:
         print_compiled(report)
-    return EXIT_OK if report["fits"] else EXIT_DOES_NOT_FIT
+    if not report["fits"]:
+        return EXIT_DOES_NOT_FIT
+    if report["exposed"] and hardware.platform == "cuda":
+        print(f"forebay: {report['exposed']}", file=sys.stderr)
+        return EXIT_NOT_HIDDEN
+    return EXIT_OK

@@ -76,7 +76,7 @@ def scan_layers(
     block, closed_over = jax.closure_convert(block, _one_layer_of(layers), x, *constants)
     constants = (*constants, *closed_over)
     _check_names(block, placements, x, layers, constants)
-    ranges = [_Range(block, p) for p in placements]
+    ranges = [_Range(block, p, n) for n, p in enumerate(placements)]
     # The leaves of `constants` by which any trace of `forward` is differentiated. A jitted caller is traced
     # once and may be differentiated several times, by other arguments each time, in any order before the
     # backward passes are traced; so this only grows. A gradient too many is dropped.
@@ -119,11 +119,14 @@ def scan_layers(
 class _Range:
     """The layers of one placement. `forward` traces the block; `backward` rebuilds its VJPs from that."""
 
-    def __init__(self, block: Callable[..., Any], placement: Placement):
+    def __init__(self, block: Callable[..., Any], placement: Placement, number: int):
         self.block = block
+        self.number = number
         self.checkpointed = apply(block, placement)
         self.stack = placement.stack
-        self.first, self.past_last = placement.layers
+        self.first, past_last = placement.layers
+        self.count = past_last - self.first
+        self.offloads = bool(placement.names("host"))
         # of the block's VJP, known once `forward` is traced
         self.carry: Any = None
         self.vjp_tree: Any = None
@@ -132,7 +135,7 @@ class _Range:
 
     @property
     def indices(self) -> jax.Array:
-        return jnp.arange(self.first, self.past_last, dtype=jnp.int32)
+        return self.first + jnp.arange(self.count, dtype=jnp.int32)
 
     def primal(self, layers: Any, x: Any, constants: tuple[Any, ...]) -> Any:
         return jax.lax.scan(lambda x, i: (self.block(_take(layers, i), x, *constants), None), x, self.indices)[0]
@@ -146,29 +149,31 @@ class _Range:
         self.stored_names = [
             _name(origin, inputs) for origin, s in zip(origins, self.sources, strict=True) if s.kind == "stored"
         ]
-        buffers = [_buffer(self.past_last - self.first, aval) for aval in stored_avals]
+        first = self.number * len(stored_avals)
+        buffers = [_buffer(self.count, aval, first + n) for n, aval in enumerate(stored_avals)]
 
-        def body(carry: Any, i: jax.Array) -> tuple[Any, None]:
+        def body(k: jax.Array, carry: Any) -> Any:
             x, buffers = carry
-            y, stored = self._one_layer(_take(layers, i), x, constants)
+            y, stored = self._one_layer(_take(layers, self.first + k), x, constants)
             written = []
             for buffer, value, name in zip(buffers, stored, self.stored_names, strict=True):
                 with jax.named_scope(f"save:{self.stack}:{name}"):
-                    written.append(_write(buffer, value, i - self.first))
-            return (y, written), None
+                    written.append(_write(buffer, value, k))
+            return y, written
 
-        (x, buffers), _ = jax.lax.scan(body, (x, buffers), self.indices)
-        return x, buffers
+        return self._loop(body, (x, buffers))
 
     def backward(
         self, layers: Any, constants: tuple[Any, ...], stored: list[jax.Array], wanted: list[bool], cotangents: Any
     ) -> Any:
-        def body(carry: Any, i: jax.Array) -> tuple[Any, None]:
+        def body(k: jax.Array, carry: Any) -> Any:
             dx, dlayers, dconstants = carry
+            k = self.count - 1 - k
+            i = self.first + k
             values = []
             for buffer, name in zip(stored, self.stored_names, strict=True):
                 with jax.named_scope(f"load:{self.stack}:{name}"):
-                    values.append(_read(buffer, i - self.first))
+                    values.append(_read(buffer, k))
             layer = _take(layers, i)
             vjp = jax.tree.unflatten(self.vjp_tree, self._sources_to_leaves(layer, constants, values))
             with jax.named_scope(f"layer:{self.stack}"):
@@ -180,9 +185,21 @@ class _Range:
                     for total, d in zip(dlayers, _only_inexact(layer, dlayer), strict=True)
                 ]
             dconstants = [total + d for total, d in zip(dconstants, dconst, strict=True)]
-            return (_only_inexact(self.carry, dx), dlayers, dconstants), None
+            return _only_inexact(self.carry, dx), dlayers, dconstants
 
-        return jax.lax.scan(body, cotangents, self.indices, reverse=True)[0]
+        return self._loop(body, cotangents)
+
+    def _loop(self, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """`carry = body(k, carry)` for each layer, k counting from 0.
+
+        With `lax.scan`, k is read from an array, and XLA only pipelines copies whose position is the loop's
+        own counter. `lax.while_loop` counts itself, but it cannot be differentiated again.
+        """
+        if not self.offloads:
+            counter = jnp.arange(self.count, dtype=jnp.int32)
+            return jax.lax.scan(lambda carry, k: (body(k, carry), None), carry, counter)[0]
+        start = (jnp.int32(0), carry)
+        return jax.lax.while_loop(lambda s: s[0] < self.count, lambda s: (s[0] + 1, body(*s)), start)[1]
 
     def _one_layer(self, layer: Any, x: Any, constants: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         """The block's result and what its backward pass needs that is neither weight nor constant."""
@@ -296,10 +313,16 @@ def _write(stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, value, i, 0, allow_negative_indices=False)
 
 
-def _buffer(length: int, aval: Any) -> jax.Array:
-    """Room for `length` values like `aval`, in the same memory. XLA allocates it there without a copy."""
-    zeros = jnp.zeros((length, *aval.shape), aval.dtype)
-    return jax.device_put(zeros, aval.memory_space) if aval.memory_space == jax.memory.Space.Host else zeros
+def _buffer(length: int, aval: Any, number: int) -> jax.Array:
+    """Room for `length` values like `aval`, in the same memory. XLA allocates it in host memory without a copy.
+
+    Each buffer on the host is filled with a number of its own: buffers that look the same would be made one
+    by common subexpression elimination and, host memory to host memory, copied apart again.
+    """
+    shape = (length, *aval.shape)
+    if aval.memory_space == jax.memory.Space.Host:
+        return jax.device_put(jnp.full(shape, number, aval.dtype), aval.memory_space)
+    return jnp.zeros(shape, aval.dtype)
 
 
 def _layer_count(layers: Any) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from forebay.errors import EXIT_DOES_NOT_FIT, UserError
 from forebay.planner.build import Costed
@@ -20,12 +21,16 @@ _REFINEMENTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What the compiler says of a plan: bytes per device, and whether it accepted it. `report` is kept as it is."""
+    """What the compiler says of a plan: bytes per device, and whether it accepted it.
+
+    `report` and `notes` go into the plan as they are.
+    """
 
     device_bytes: int
     host_bytes: int
     refused: bool
-    report: object = None
+    report: Any = None
+    notes: tuple[str, ...] = ()
 
 
 Compile = Callable[[tuple[Placement, ...]], Measured]

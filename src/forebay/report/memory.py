@@ -11,15 +11,23 @@ from forebay.hardware import Hardware
 from forebay.report.console import make_console
 from forebay.units import GiB, MiB, format_bytes, format_count
 from forebay.xla.compile import SCHEMA, Bytes, CompiledStep
+from forebay.xla.exposure import MemoryLimit, explain
+from forebay.xla.options import HOST_COUNTED, memory_limit_bytes
+from forebay.xla.windows import HIDDEN_WINDOW
 
 
 def compile_json(
-    compiled: CompiledStep, program: Any, hardware: Hardware, memory_fraction: float | None
+    compiled: CompiledStep,
+    program: Any,
+    hardware: Hardware,
+    memory_fraction: float | None,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `forebay compile --json` prints. Bytes are per device.
 
     `fits` is whether the compiler accepted the program, its device bytes are within `hbm_bytes` (the
-    memory that XLA may use, not all there is) and its host bytes within the host's.
+    memory that XLA may use, not all there is) and its host bytes within the host's. `exposed` is a line on
+    the copies in loops that are not hidden, or null; `options` are the compiler's, for telling why.
     """
     hbm_bytes = hardware.usable_hbm_bytes(memory_fraction)
     host_capacity = hardware.host.memory_bytes_per_device
@@ -55,12 +63,25 @@ def compile_json(
             }
             for t in compiled.transfers
         ],
-        "remat_clones": compiled.remat_clones,
+        "exposed": explain(compiled.transfers, _memory_limit(compiled, hardware, options or {}), compiled.remat.count),
+        "violations": list(compiled.violations),
+        "host_copy_bytes": compiled.host_copy_bytes,
+        "remat_clones": compiled.remat.count,
+        "remat_flops": compiled.remat.flops,
+        "remat_collectives": compiled.remat.collectives,
         "lower_time_s": compiled.lower_time_s,
         "compile_time_s": compiled.compile_time_s,
         "versions": dict(compiled.versions),
         "notes": program.notes(),
     }  # fmt: skip
+
+
+def _memory_limit(compiled: CompiledStep, hardware: Hardware, options: Mapping[str, Any]) -> MemoryLimit | None:
+    percent = options.get("xla_gpu_memory_limit_slop_factor")
+    if percent is None:
+        return None
+    limit = memory_limit_bytes(hardware.hbm_bytes, compiled.device.arguments, percent)
+    return MemoryLimit(limit, compiled.device.temporaries + HOST_COUNTED * compiled.host.temporaries)
 
 
 def print_compiled(report: Mapping[str, Any], console: Console | None = None) -> None:
@@ -86,12 +107,23 @@ def print_compiled(report: Mapping[str, Any], console: Console | None = None) ->
     if report["host_peak"]:
         console.print()
         console.print(_peak_table(report["host_peak"], "Host memory, per device", report["host_bytes"]["total"]))
+    if report["transfers"]:
+        console.print()
+        console.print(_transfer_table(report["transfers"]))
     console.print()
+    for violation in report["violations"]:
+        console.print(f"the copies cannot be right: {violation}", style="bold red", highlight=False)
+    if report["host_copy_bytes"]:
+        console.print(
+            f"the step copies {format_bytes(report['host_copy_bytes'])} from host memory to host memory",
+            style="yellow", highlight=False,
+        )  # fmt: skip
     if report["remat_clones"]:
         console.print(
-            f"[yellow]the compiler recomputes {report['remat_clones']} instructions of its own accord (.remat), "
-            f"because it counts more memory than it believes there is[/yellow]"
-        )
+            f"the compiler recomputes {report['remat_clones']} instructions of its own accord (.remat): "
+            f"{report['remat_flops'] / 1e12:.2f} TFLOP and {report['remat_collectives']} collectives a step",
+            style="yellow", highlight=False,
+        )  # fmt: skip
     for note in report["notes"]:
         console.print(f"note: {note}", style="yellow", highlight=False)
     _print_verdict(report, console)
@@ -125,6 +157,24 @@ def _peak_table(rows: Any, title: str, total: int) -> Table:
         table.add_row("other", f"{len(small)} smaller", f"{sum(r['bytes'] for r in small) / size:,.2f}", "")
     table.add_section()
     table.add_row("", "total", f"{total / size:,.2f}", "", style="bold")
+    return table
+
+
+def _transfer_table(transfers: Any) -> Table:
+    """Windows are shares of a layer's matrix and attention FLOPs, in percent."""
+    table = Table(
+        title="Copies between device and host, per device and step", title_justify="left", title_style="bold", box=None,
+        pad_edge=False,
+    )  # fmt: skip
+    table.add_column("tensor")
+    table.add_column("direction", style="cyan")
+    table.add_column("where")
+    table.add_column("GiB", justify="right")
+    table.add_column("window", justify="right")
+    for t in transfers:
+        window = Text(f"{100 * t['window']:.0f} %", style="" if t["window"] >= HIDDEN_WINDOW else "red")
+        size = f"{t['bytes'] * t['count'] / GiB:,.2f}"
+        table.add_row(f"{t['name']} ({t['stack']})", t["direction"].upper(), t["where"], size, window)
     return table
 
 

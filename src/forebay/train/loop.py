@@ -18,16 +18,17 @@ import numpy as np
 from rich.console import Console
 
 from forebay.errors import EXIT_WRONG_NUMBERS, UserError, missing_extra
+from forebay.hardware.present import machine_of
 from forebay.report.plots import loss_curve
 from forebay.report.training import TrainingDisplay
 from forebay.train.checkpoint import Checkpoints, truncate_metrics
 from forebay.train.data import load_tokenizer, make_train_iterator, make_validation_batches, unigram_entropy
 from forebay.train.metrics import MetricsFile, StepMetrics, read_metrics
+from forebay.train.planning import step_options
 from forebay.train.program import Program
 from forebay.train.run_config import TrainConfig, to_yaml
 from forebay.train.sample import sample
 from forebay.train.state import TrainState, initial_state
-from forebay.xla.options import compiler_options
 
 
 class NonFiniteLossError(UserError):
@@ -92,9 +93,9 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
     file = MetricsFile(run_dir, config.tensorboard)
     recorder = _Recorder(program, file, validation, start)
     recorder.kept_step = done if config.resume else None
-    platform = program.sharding.mesh.devices.flat[0].platform
     # the options that `forebay compile` compiles with: what it says is said of this program
-    step_function = program.jit_step(compiler_options(platform, deviceless=False, offloads=program.plan.offloads))
+    device = program.sharding.mesh.devices.flat[0]
+    step_function = program.jit_step(step_options(program, machine_of(device), deviceless=False)[0])
     try:
         with TrainingDisplay(console, config.steps, done) as display, _stop_signals() as stopped:
             recorder.show = display.update

@@ -2,7 +2,8 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from forebay.report.memory import compile_json
 from forebay.train.config import ProgramConfig
 from forebay.train.program import Program, make_program
 from forebay.train.run_config import TrainConfig
-from forebay.xla.compile import CompiledStep, compile_step
-from forebay.xla.options import compiler_options
+from forebay.xla.compile import CompiledStep, compile_hidden
+from forebay.xla.estimate import argument_bytes, offloaded_bytes
+from forebay.xla.options import compiler_options, memory_limit_percent
 
 
 def silent(text: str) -> None:
@@ -68,9 +70,11 @@ def planned_program(
 
     def compile_plan(placements: tuple[Placement, ...]) -> Measured:
         candidate = dataclasses.replace(program, plan=dataclasses.replace(base, placements=placements))
-        compiled = compile_program(candidate, hardware, deviceless=deviceless)
-        report = compile_json(compiled, candidate, hardware, memory_fraction)
-        return Measured(compiled.device.total, compiled.host.total, compiled.refused is not None, report)
+        done = compile_program(candidate, hardware, deviceless=deviceless, memory_fraction=memory_fraction)
+        compiled = done.compiled
+        report = compile_json(compiled, candidate, hardware, memory_fraction, done.options)
+        notes = (*done.notes, *([report["exposed"]] if report["exposed"] else []))
+        return Measured(compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes)
 
     plan = find_plan(
         costed, base, None if hardware.platform == "cpu" else compile_plan, "the memory of a CPU is not checked",
@@ -79,15 +83,55 @@ def planned_program(
     return dataclasses.replace(program, plan=plan)
 
 
-def compile_program(program: Program, hardware: Hardware, *, deviceless: bool, **kwargs: Any) -> CompiledStep:
-    """The program's step, compiled with the options that it will run with."""
-    return compile_step(
-        program.jit_step(),
-        (program.abstract_state, program.abstract_batch),
-        weight_shapes=program.local_weight_shapes(),
-        options=compiler_options(hardware.platform, deviceless=deviceless, offloads=program.plan.offloads),
-        **kwargs,
-    )
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled step, the options that it was compiled with, and what this build could not do of them."""
+
+    compiled: CompiledStep
+    options: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def compile_program(
+    program: Program,
+    hardware: Hardware,
+    *,
+    deviceless: bool,
+    memory_fraction: float | None = None,
+    save_hlo: Path | None = None,
+) -> Compiled:
+    """The program's step, compiled under the options that hide most of its copies."""
+    options, notes = step_options(program, hardware, deviceless=deviceless, memory_fraction=memory_fraction)
+    compiled, options = compile_hidden(
+        program.jit_step(), (program.abstract_state, program.abstract_batch), options,
+        judged=hardware.platform == "cuda", weight_shapes=program.local_weight_shapes(), save_hlo=save_hlo,
+    )  # fmt: skip
+    return Compiled(compiled, options, notes)
+
+
+def step_options(
+    program: Program, hardware: Hardware | None, *, deviceless: bool, memory_fraction: float | None = None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Compiler options for a program's step, and what is lost because this build does not have some of them.
+
+    `hardware` is None for devices that no machine is known for.
+    """
+    platform = program.sharding.mesh.devices.flat[0].platform
+    limit_percent = None
+    if program.plan.offloads and hardware is not None and hardware.platform == "cuda":
+        step, args = program.jit_step(), (program.abstract_state, program.abstract_batch)
+        limit_percent = memory_limit_percent(
+            hardware.hbm_bytes,
+            hardware.usable_hbm_bytes(memory_fraction),
+            argument_bytes(args, (program.state_shardings, program.batch_shardings)),
+            offloaded_bytes(step.trace(*args).jaxpr, program.sharding.mesh.size),
+        )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = compiler_options(
+            platform, deviceless=deviceless, offloads=program.plan.offloads, memory_limit_percent=limit_percent
+        )
+    return options, tuple(str(w.message) for w in caught)
 
 
 def cost_program(program: Program, hardware: Hardware, device_bytes: int, host_bytes: int) -> Costed:

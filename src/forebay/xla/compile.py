@@ -7,10 +7,8 @@ temporaries are too large wherever there is a loop (a program it puts at 133 GiB
 
 import contextlib
 import dataclasses
-import re
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -18,8 +16,13 @@ from typing import Any
 
 from forebay.errors import UserError
 from forebay.xla.buffers import Assignment, read_assignment
-from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, arrays_of, parse_module
+from forebay.xla.exposure import exposed
+from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, parse_module
+from forebay.xla.invariants import host_buffers, violations
 from forebay.xla.memory import Row, memory_rows
+from forebay.xla.options import variants
+from forebay.xla.remat import RematClones, remat_clones
+from forebay.xla.windows import Transfer, buffer_scopes, host_copy_bytes, transfers
 
 SCHEMA = "forebay.compile/1"
 
@@ -39,23 +42,6 @@ class Bytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
-    """Copies of one tensor between device and host in a step: `count` of `num_bytes` each, per device.
-
-    `window` is the share of a layer's work between a copy's start and its end; None where it has not
-    been determined.
-    """
-
-    name: str
-    stack: str
-    direction: str  # "d2h" | "h2d"
-    where: str  # "loop" | "boundary" | "update"
-    num_bytes: int
-    count: int
-    window: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class CompiledStep:
     """What the compiler made of a step. Bytes are per device."""
 
@@ -63,7 +49,11 @@ class CompiledStep:
     host: Bytes
     rows: tuple[Row, ...]
     transfers: tuple[Transfer, ...]
-    remat_clones: int
+    violations: tuple[str, ...]
+    """What is wrong with the copies between device and host, if anything; see `xla.invariants`."""
+    host_copy_bytes: int
+    """Bytes that a step copies from host memory to host memory, to no use of ours."""
+    remat: RematClones
     compile_time_s: float
     lower_time_s: float
     refused: str | None
@@ -114,19 +104,56 @@ def compile_step(
             text = _dumped_hlo(dump)
         module = parse_module(text)
         assignment = read_assignment(dump, module)
+    moved, scopes = tuple(transfers(module)), buffer_scopes(module)
     if save_hlo is not None:
         save_hlo.write_text(text)
     return CompiledStep(
         device=_bytes(assignment, module, 0),
         host=_bytes(assignment, module, HOST_MEMORY_SPACE),
-        rows=tuple(memory_rows(assignment, module, weight_shapes)),
-        transfers=tuple(_transfers(assignment)),
-        remat_clones=sum(bool(re.search(r"\.remat\d*(\.|$)", i.name)) for i in module.instructions()),
+        rows=tuple(memory_rows(assignment, module, weight_shapes, scopes)),
+        transfers=moved,
+        violations=tuple(violations(moved, host_buffers(assignment, scopes))),
+        host_copy_bytes=host_copy_bytes(module),
+        remat=remat_clones(module),
         compile_time_s=compiled_at - lowered_at,
         lower_time_s=lowered_at - start,
         refused=refused,
         versions=versions(),
     )
+
+
+def compile_hidden(
+    step: Any,
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+    *,
+    judged: bool = True,
+    save_hlo: Path | None = None,
+    **arguments: Any,
+) -> tuple[CompiledStep, Mapping[str, Any]]:
+    """Compiles under the first variant of `options` that hides all copies in loops, or the one that hides most.
+
+    Args:
+        judged: whether windows decide; otherwise the options are taken as they are.
+        arguments: those of `compile_step`.
+
+    Returns:
+        The step and the options that it was compiled with.
+    """
+    tried: list[tuple[float, int, CompiledStep, Mapping[str, Any]]] = []
+    for number, variant in enumerate(variants(options)):
+        saved = None if save_hlo is None else save_hlo.with_name(f"{save_hlo.name}.{number}")
+        compiled = compile_step(step, args, options=variant, save_hlo=saved, **arguments)
+        bytes_exposed = sum(t.num_bytes * t.count * (1 - t.window) for t in exposed(compiled.transfers))
+        tried.append((bytes_exposed, number, compiled, variant))
+        if not (judged and bytes_exposed):
+            break
+    _, best, compiled, variant = min(tried, key=lambda t: t[0])
+    if save_hlo is not None:
+        for number in range(len(tried)):
+            file = save_hlo.with_name(f"{save_hlo.name}.{number}")
+            file.replace(save_hlo) if number == best else file.unlink()
+    return compiled, variant
 
 
 def versions() -> dict[str, str]:
@@ -167,23 +194,3 @@ def _bytes(assignment: Assignment, module: Module, memory_space: int) -> Bytes:
     outputs = sum(a.num_bytes for a in here if a.kind == "output")
     temporaries = sum(a.num_bytes for a in here if a.kind == "temporary")
     return Bytes(arguments, temporaries, outputs + aliased, aliased)
-
-
-def _transfers(assignment: Assignment) -> list[Transfer]:
-    """Every residual that the layer scan keeps on the host goes out once and comes back once."""
-    counts: dict[tuple[str, str, int], int] = defaultdict(int)
-    for allocation in assignment.allocations:
-        if not allocation.on_host:
-            continue
-        seen = set()
-        for value in allocation.values:
-            saved = re.search(r"\bsave:([^/:]+):([\w.\-]+)", assignment.origins.get(value.id, ""))
-            if saved and (value.offset, value.num_bytes) not in seen:
-                seen.add((value.offset, value.num_bytes))
-                layers = arrays_of(value.shape)[0].dims[0]
-                counts[saved[2], saved[1], value.num_bytes // layers] += layers
-    return [
-        Transfer(name, stack, direction, "loop", size, count)
-        for direction in ("d2h", "h2d")
-        for (name, stack, size), count in sorted(counts.items(), key=lambda item: -item[0][2])
-    ]

@@ -91,6 +91,16 @@ def known_flags(platform: str) -> frozenset[str]:
     return library.names if library else frozenset()
 
 
+def knows_flag(platform: str, name: str) -> bool:
+    """Whether the library of a platform has a flag, named without dashes; true where it is not installed.
+
+    Raises:
+        UserError: there is no such platform.
+    """
+    library = _library("cpu" if platform == "cpu" else _PLATFORMS.get(platform) or _no_platform(platform))
+    return library is None or library.knows(name)
+
+
 def _no_platform(platform: str) -> Parser:
     raise unknown("platform", platform, _LIBRARIES)
 

@@ -19,6 +19,7 @@ _ITEM_BITS = {
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_OPERAND = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 
 
@@ -63,14 +64,31 @@ class Instruction:
         match = _OP_NAME.search(self.rest)
         return match[1] if match else ""
 
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the instructions that it reads, in order; empty for parameters and constants."""
+        depth = 1
+        for end, character in enumerate(self.rest):
+            depth += (character == "(") - (character == ")")
+            if not depth:
+                return tuple(_OPERAND.findall(self.rest[:end]))
+        return ()
+
     def called(self, attribute: str) -> str | None:
         """The computation named by an attribute such as `body`, `condition` or `calls`."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
         return match[1] if match else None
 
     @property
-    def trip_count(self) -> int | None:
-        match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.rest)
+    def tuple_index(self) -> int | None:
+        """The index of a `get-tuple-element`."""
+        match = re.search(r"\bindex=(\d+)", self.rest) if self.opcode == "get-tuple-element" else None
+        return int(match[1]) if match else None
+
+    @property
+    def integer(self) -> int | None:
+        """The value of a scalar integer constant."""
+        match = re.match(r"(-?\d+)\)", self.rest) if self.opcode == "constant" else None
         return int(match[1]) if match else None
 
 
@@ -82,9 +100,81 @@ class Module:
     entry: str
     scheduled: bool
 
+    @functools.cached_property
+    def _by_name(self) -> dict[str, dict[str, Instruction]]:
+        return {name: {i.name: i for i in body} for name, body in self.computations.items()}
+
+    def find(self, computation: str, name: str) -> Instruction | None:
+        """The instruction called `name` of one computation."""
+        return self._by_name.get(computation, {}).get(name)
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that `instruction` reads, in order."""
+        here = self._by_name[instruction.computation]
+        return [here[name] for name in instruction.operands if name in here]
+
     def instructions(self) -> Iterator[Instruction]:
         for body in self.computations.values():
             yield from body
+
+    @functools.cached_property
+    def loops(self) -> dict[str, Instruction]:
+        """The `while` of each loop body."""
+        return {body: i for i in self.instructions() if i.opcode == "while" and (body := i.called("body"))}
+
+    @functools.cached_property
+    def executions(self) -> dict[str, int]:
+        """How often a run of the module runs each computation whose instructions are scheduled: the entry and
+        the bodies of loops and calls. A loop whose trip count is not known counts once."""
+        times: dict[str, int] = {}
+        pending = [(self.entry, 1)]
+        while pending:
+            computation, count = pending.pop()
+            times[computation] = times.get(computation, 0) + count
+            for i in self.computations.get(computation, ()):
+                if i.opcode == "while" and (body := i.called("body")):
+                    pending.append((body, count * (self.trip_count(i) or 1)))
+                elif i.opcode == "call" and (body := i.called("to_apply")):
+                    pending.append((body, count))
+        return times
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often the body of a `while` runs: what the compiler noted, else worked out from its counter."""
+        noted = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest)
+        return int(noted[1]) if noted else self._counted(loop)
+
+    def _counted(self, loop: Instruction) -> int | None:
+        """Trips of `for (i = first; i < limit; i += step)`, the form that XLA gives loops over layers."""
+        compare = self.root(loop.called("condition") or "")
+        result = self.root(loop.called("body") or "")
+        if compare is None or result is None or not self.operands(loop):
+            return None
+        values = self.operands(compare)
+        if compare.opcode != "compare" or "direction=LT" not in compare.rest or len(values) != 2:
+            return None
+        index, limit = values[0].tuple_index, values[1].integer
+        start, steps = self.operands(loop)[0], self.operands(result)
+        if index is None or limit is None or start.opcode != "tuple" or index >= len(steps):
+            return None
+        first, step = self._constant(self.operands(start)[index]), self._step(steps[index])
+        return None if first is None or not step else max(0, -((first - limit) // step))
+
+    def _constant(self, instruction: Instruction) -> int | None:
+        while instruction.opcode in ("copy", "bitcast") and self.operands(instruction):
+            instruction = self.operands(instruction)[0]
+        return instruction.integer
+
+    def _step(self, added: Instruction) -> int | None:
+        """What a counter grows by: the one constant of an addition, which may be fused."""
+        if added.opcode == "copy":
+            added = self.operands(added)[0]
+        constants = [c for o in self.operands(added) if (c := self._constant(o)) is not None]
+        if added.opcode == "fusion":
+            body = self.computations.get(added.called("calls") or "", [])
+            root = self.root(added.called("calls") or "")
+            constants += [i.integer for i in body if i.integer is not None]
+            added = root or added
+        return constants[0] if added.opcode == "add" and len(constants) == 1 else None
 
     def parameter(self, computation: str, number: int = 0) -> Instruction | None:
         start = f"{number})"

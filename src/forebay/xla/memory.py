@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from forebay.xla.buffers import Allocation, Assignment, Held, peak
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, arrays_of
+from forebay.xla.windows import BufferScopes
 
 Kind = Literal["parameter", "optimizer", "gradient", "activation", "copy", "workspace", "logits", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -29,8 +30,15 @@ class Row:
     memory: Literal["device", "host"] = "device"
 
 
-def memory_rows(assignment: Assignment, module: Module, weight_shapes: Collection[tuple[int, ...]]) -> list[Row]:
+def memory_rows(
+    assignment: Assignment,
+    module: Module,
+    weight_shapes: Collection[tuple[int, ...]],
+    scopes: BufferScopes,
+) -> list[Row]:
     """The table, largest rows first within each kind, kinds in the order of `KINDS`.
+
+    `scopes` name buffers in host memory, by instructions that hold them (`windows.buffer_scopes`).
 
     `weight_shapes` are the shapes that weights have on one device: float32 arrays of these shapes that
     the backward pass makes are gradients.
@@ -46,7 +54,7 @@ def memory_rows(assignment: Assignment, module: Module, weight_shapes: Collectio
         elif allocation.kind == "temporary" and allocation.memory_space in (0, HOST_MEMORY_SPACE):
             held, unused = peak(assignment, allocation)
             for part in held:
-                name, kind = _temporary(part, assignment, weight_shapes, memory)
+                name, kind = _temporary(part, assignment, weight_shapes, memory, scopes)
                 totals[name, kind, memory] += part.num_bytes
             totals["gaps between buffers", "other", memory] += unused
     rows = [Row(name, kind, size, memory) for (name, kind, memory), size in totals.items() if size]  # type: ignore[arg-type]
@@ -65,12 +73,20 @@ def _argument(allocation: Allocation, module: Module) -> tuple[str, Kind]:
 
 
 def _temporary(
-    part: Held, assignment: Assignment, weight_shapes: Collection[tuple[int, ...]], memory: str
+    part: Held,
+    assignment: Assignment,
+    weight_shapes: Collection[tuple[int, ...]],
+    memory: str,
+    scopes: BufferScopes,
 ) -> tuple[str, Kind]:
     names = [m[1] for v in part.values if (m := _OP_NAME.search(assignment.origins.get(v.id, "")))]
     text = " ".join(names)
     if saved := re.search(r"\bsave:([^/:]+):([\w.\-]+)", text):
         return (f"{saved[2]} ({saved[1]}, {'offloaded' if memory == 'host' else 'saved'})"), "activation"
+    if memory == "host" and (
+        kept := next((scopes[v.name, v.index] for v in part.values if (v.name, v.index) in scopes), None)
+    ):
+        return f"{kept[1]} ({kept[0]}, offloaded)", "activation"
     if "gradient:" in text:
         return "gradients of the layers", "gradient"
     if loaded := re.search(r"\bload:([^/:]+):([\w.\-]+)", text):

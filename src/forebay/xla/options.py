@@ -1,25 +1,163 @@
-"""Compiler options for a training step."""
+"""Compiler options for a training step.
 
+What a GPU step that offloads needs, and why, is in `docs/overlap.md`; that it was enough is read from
+every compiled step (`forebay.xla.windows`), not taken for granted.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from forebay.xla.flags import knows_flag
 
-def compiler_options(platform: str, *, deviceless: bool, offloads: bool) -> dict[str, Any]:
+PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+
+_WITHOUT = {
+    "xla_gpu_enable_latency_hiding_scheduler": "collectives and copies do not overlap with arithmetic",
+    "xla_gpu_enable_pipelined_host_offloading": "copies end in the layer that starts them",
+    "xla_gpu_enable_while_loop_unrolling": "what is fetched is copied once more on the device",
+    PROFILE_OPTION: "copies from the host may wait until just before they are needed",
+    "xla_gpu_memory_limit_slop_factor": "XLA counts host memory as device memory and may recompute to save it",
+}
+"""What is lost where a build does not have an option. Others are dropped in silence."""
+
+_LONG_COPY_US = 1e5
+"""The cost that the profile gives each copy, in microseconds.
+
+XLA's scheduler takes kernels that are not in the profile for a few units each, whatever their size, so
+that a copy's real duration would be nothing beside a layer of them. It must exceed a layer's whole
+reckoning for a copy to start as early and end as late as data allows; beyond that it changes nothing.
+"""
+
+_PROFILED_COPIES = 512
+"""Names of copies in the profile, of each kind: XLA numbers them, and a few per tensor and range of layers occur."""
+
+_WRAPPED = ("wrapped_dynamic-slice", "wrapped_dynamic-update-slice")
+
+HOST_COUNTED = 2
+"""How often HloRematerialization counts a buffer in host memory: Llama 3.1 405B with 335.2 GiB on the host and
+35.5 GiB of arguments and 25.2 GiB of temporaries on the device is 718.7 GiB to it."""
+
+_NO_LIMIT = 1000
+"""A memory limit, in percent, beyond that of any step, for when its bytes are not known."""
+
+
+def compiler_options(
+    platform: str,
+    *,
+    deviceless: bool,
+    offloads: bool,
+    memory_limit_percent: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Options for one compile, by flag name without the leading dashes.
+
+    An option that the installed build does not have is left out, with a warning that says what is lost.
 
     Args:
         platform: "cuda", "gpu", "tpu" or "cpu".
         deviceless: whether the compiler has no device to time kernels on.
         offloads: whether the step moves anything to the host.
+        memory_limit_percent: see the function of that name. When not given, a step that offloads is
+            compiled without the scheduler's limit, and that it fits is not the compiler's concern.
+        environ: the environment, in which `XLA_FLAGS` may name a profile; `os.environ` when not given.
     """
     if platform not in ("cuda", "gpu"):
         return {}
-    # collectives and copies overlap with arithmetic only under this scheduler
-    options: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": True}
-    # XLA's own all-reduce kernels abort the compiler at 33 to 64 devices (jax 0.12.0.1); NCCL's are used instead
-    options["xla_gpu_experimental_use_collective_kernels"] = ""
+    options: dict[str, Any] = {
+        # collectives and copies overlap with arithmetic only under this scheduler
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        # XLA's own all-reduce kernels abort the compiler at 33 to 64 devices (jax 0.12.0.1); NCCL's are used instead
+        "xla_gpu_experimental_use_collective_kernels": "",
+    }
     if deviceless:
         options["xla_gpu_autotune_level"] = 0
     if offloads:
-        # without it, a copy to the host ends in the iteration that starts it
-        options["xla_gpu_enable_pipelined_host_offloading"] = True
+        options |= {
+            "xla_gpu_enable_pipelined_host_offloading": True,
+            "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+            "xla_gpu_memory_limit_slop_factor": memory_limit_percent or _NO_LIMIT,
+            # warnings about every instruction that the profile does not have
+            "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
+        }
+        if profile := _profile(os.environ if environ is None else environ):
+            options[PROFILE_OPTION] = profile
+    for name in [n for n in options if not knows_flag(platform, n)]:
+        del options[name]
+        if name in _WITHOUT:
+            warnings.warn(f"this build of XLA has no option {name}: {_WITHOUT[name]}", stacklevel=2)
     return options
+
+
+def variants(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The options, and those to try where copies are exposed under them.
+
+    Without double buffering a scheduler has no second layer in the loop to trade one copy's window
+    against; the price is a copy on the device of what was fetched.
+    """
+    yield dict(options)
+    if "xla_gpu_enable_while_loop_unrolling" in options:
+        yield {k: v for k, v in options.items() if k != "xla_gpu_enable_while_loop_unrolling"}
+
+
+def memory_limit_percent(hbm_bytes: int, usable_bytes: int, argument_bytes: int, host_bytes: int) -> int:
+    """XLA's `memory_limit_slop_factor` under which its limit is the device's memory and not the host's with it.
+
+    XLA's GPU compiler limits temporaries to that percentage of (80 % of HBM - arguments), and counts
+    buffers in host memory among them (`xla/service/gpu/gpu_hlo_schedule.cc`; it recomputes what exceeds the
+    limit, and the scheduler gives up overlap to keep it): twice, where a loop is pipelined. Here the limit
+    becomes the memory that a program may use, less its arguments, plus that. Never below XLA's own 95.
+
+    All arguments are bytes on one device.
+    """
+    base = memory_limit_bytes(hbm_bytes, argument_bytes, 100)
+    if base <= 0:
+        return _NO_LIMIT
+    return max(95, round(100 * (usable_bytes - argument_bytes + HOST_COUNTED * host_bytes) / base))
+
+
+def memory_limit_bytes(hbm_bytes: int, argument_bytes: int, percent: int) -> int:
+    """What XLA lets temporaries take on a GPU, in bytes, host memory included, for a `memory_limit_slop_factor`."""
+    return int((0.8 * hbm_bytes - argument_bytes) * percent / 100)
+
+
+def _profile(environ: Mapping[str, str]) -> str | None:
+    """A profile (`tensorflow.profiler.ProfiledInstructionsProto` as text) in which copies take long.
+
+    Costs that the user's own profile has come first and are kept. Other forms of profile than text
+    cannot be added to: then it is left as it is.
+    """
+    text = ""
+    if own := _users_profile(environ):
+        try:
+            text = Path(own).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            warnings.warn(
+                f"the profile {own} is not a text file and is used as it is: {_WITHOUT[PROFILE_OPTION]}", stacklevel=3
+            )
+            return None
+    known = set(re.findall(r'name:\s*"([^"]*)"', text))
+    names = [f"{kind}.{n}" if n else kind for kind in _WRAPPED for n in range(_PROFILED_COPIES)]
+    text += "".join(f'\ncosts {{ name: "{name}" cost_us: {_LONG_COPY_US:.0f} }}' for name in names if name not in known)
+    # one file for the same text: the path is part of the compiler's options, and so of its cache key
+    path = Path(tempfile.gettempdir()) / f"forebay-profile-{os.getuid()}-{_digest(text)}.pbtxt"
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    return str(path)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _users_profile(environ: Mapping[str, str]) -> str | None:
+    flags = environ.get("XLA_FLAGS", "")
+    found = re.findall(rf"--{PROFILE_OPTION}=(\S+)", flags)
+    return found[-1].strip("\"'") if found else None

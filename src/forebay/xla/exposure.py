@@ -1,0 +1,56 @@
+"""Which copies of a compiled step are not hidden, and which of the conditions for it does not hold."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from forebay.xla.windows import HIDDEN_WINDOW, Transfer
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryLimit:
+    """XLA's limit on a step's temporaries and what it counts against it, in bytes; see `xla.options`."""
+
+    limit_bytes: int
+    counted_bytes: int
+
+    @property
+    def reached(self) -> bool:
+        """Within 5 % of the limit: the scheduler keeps some distance."""
+        return self.counted_bytes > 0.95 * self.limit_bytes
+
+
+def exposed(transfers: Sequence[Transfer]) -> list[Transfer]:
+    """The copies in loops over layers whose window is less than `HIDDEN_WINDOW`, the most bytes first."""
+    found = [t for t in transfers if t.where == "loop" and t.window < HIDDEN_WINDOW]
+    return sorted(found, key=lambda t: -t.num_bytes * t.count * (1 - t.window))
+
+
+def explain(transfers: Sequence[Transfer], limit: MemoryLimit | None, remat_clones: int) -> str | None:
+    """One line on the copies that are exposed: which is worst, and why. None when all are hidden."""
+    found = exposed(transfers)
+    if not found:
+        return None
+    worst = found[0]
+    others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    arrow = "to the host" if worst.direction == "d2h" else "from the host"
+    return (
+        f"the copy of {worst.name!r} ({worst.stack}) {arrow} has {100 * worst.window:.0f} % of a layer's work to hide "
+        f"behind{others}: {_reason(worst, transfers, limit, remat_clones)}"
+    )
+
+
+def _reason(worst: Transfer, transfers: Sequence[Transfer], limit: MemoryLimit | None, remat_clones: int) -> str:
+    if remat_clones or (limit and limit.reached):
+        return "the memory limit of XLA's scheduler is reached, and it gives up overlap first: keep less on the device"
+    if worst.depth > 1:
+        return "the loop over layers is inside another loop, which XLA does not pipeline: scan over all layers at once"
+    peeled = any(
+        t.where == "boundary" and (t.name, t.stack, t.direction) == (worst.name, worst.stack, worst.direction)
+        for t in transfers
+    )
+    if not peeled:
+        return (
+            "XLA's loop pipelining did not take it up (it starts and ends in the same layer): it must be indexed by the "
+            "loop's own counter and lie between no barriers, as in forebay.scan_layers"
+        )
+    return "the scheduler starts it late or ends it early although the loop is pipelined"

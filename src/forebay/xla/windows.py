@@ -1,0 +1,328 @@
+"""How much arithmetic there is to hide each copy between device and host behind, from the schedule.
+
+A copy that XLA makes asynchronous has a start and a done in the scheduled HLO, and what lies between
+them runs meanwhile. Its *window* is the share of one layer's matrix and attention FLOPs that does,
+at most 1. In a loop it may pass the end of the body: the copy is then part of the loop's state and ends
+in the next iteration. Where the compiler unrolled the loop, an iteration is several layers. A copy
+without start and done has a window of 0.
+
+A window is an opportunity: whether the copy is over by then depends on its bytes and on the link.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from forebay.xla.flops import FlopCounter
+from forebay.xla.hlo import HOST_MEMORY_SPACE, Array, Instruction, Module, arrays_of
+
+UNNAMED = "unnamed"
+HIDDEN_WINDOW = 0.9
+"""The window from which a copy counts as hidden behind a layer's work."""
+
+SCOPE = re.compile(r"\b(?:save|load):([^/:]+):([\w.\-]+)")
+"""The scope around a residual's storing and fetching: stack and name."""
+
+_MOVING = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice", "async")
+_TRANSPARENT = ("copy", "bitcast", "fusion", "dynamic-slice", "dynamic-update-slice", "async", "reshape", "transpose")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Copies of one tensor between device and host in a step: `count` of `num_bytes` each, per device.
+
+    Attributes:
+        direction: "d2h" or "h2d".
+        where: "loop" in a loop over layers; "boundary" in the iterations that the compiler peeled off, and
+            wherever else the program is not in such a loop; "update" in the optimizer.
+        window: the share of a layer's matrix and attention FLOPs between start and done, 0 to 1; the
+            smallest where the copies differ.
+        depth: how many loops the copy is in.
+    """
+
+    name: str
+    stack: str
+    direction: str
+    where: str
+    num_bytes: int
+    count: int
+    window: float
+    depth: int = 0
+
+
+def transfers(module: Module) -> list[Transfer]:
+    """All copies between device and host of a scheduled module, largest first within each direction."""
+    groups: dict[tuple[str, str, str, str, int], list[Transfer]] = defaultdict(list)
+    for t in _Reader(module).transfers():
+        groups[t.name, t.stack, t.direction, t.where, t.num_bytes].append(t)
+    merged = [
+        dataclasses.replace(same[0], count=sum(t.count for t in same), window=min(t.window for t in same))
+        for same in groups.values()
+    ]
+    return sorted(merged, key=lambda t: (t.direction, t.where != "loop", -t.num_bytes, t.name))
+
+
+def host_copy_bytes(module: Module) -> int:
+    """Bytes copied from host memory to host memory in a step."""
+    return sum(copy.num_bytes * times for copy, times in _Reader(module).copies("h2h"))
+
+
+type BufferScopes = dict[tuple[str, str], tuple[str, str]]
+"""Stack and name of the tensor by an instruction's name and, for one element of a tuple, its index."""
+
+
+def buffer_scopes(module: Module) -> BufferScopes:
+    """Which values are a tensor's buffer in host memory, the states of loops included."""
+    buffers = _Reader(module).buffers
+    scopes: BufferScopes = {(step.name, ""): scope for step, scope in buffers.items()}
+    for body, loop in module.loops.items():
+        root = module.root(body)
+        states = [loop, root, module.parameter(body), module.parameter(loop.called("condition") or "")]
+        for index, element in enumerate(module.operands(root) if root else ()):
+            if scope := buffers.get(element):
+                scopes |= {(state.name, str(index)): scope for state in states if state is not None}
+    return scopes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """One copy: the instruction that starts it and, where it is asynchronous, the one that ends it."""
+
+    start: Instruction
+    done: Instruction | None
+    wraps: bool
+    """Whether it ends in the next iteration of its loop."""
+    direction: str
+    num_bytes: int
+
+
+class _Reader:
+    def __init__(self, module: Module):
+        self.module = module
+        self.flops = FlopCounter(module)
+        self.loops = module.loops
+
+    def copies(self, *directions: str) -> Iterator[tuple[_Copy, int]]:
+        """Copies and how often each is made in a step."""
+        for computation, times in self.module.executions.items():
+            for copy in self._copies_in(computation):
+                if copy.direction in directions:
+                    yield copy, times
+
+    def transfers(self) -> Iterator[Transfer]:
+        found = list(self.copies("d2h", "h2d"))
+        layer_loops = self._layer_loops({copy.start.computation for copy, _ in found})
+        layer_flops: dict[tuple[str, str], float] = {}
+        for copy, _ in found:
+            if (body := copy.start.computation) in layer_loops:
+                per_layer = self.flops.computation(body) / self._layers_of_iteration(body)
+                layer_flops[self._scope(copy)[0], copy.direction] = per_layer
+        for copy, times in found:
+            stack, name = self._scope(copy)
+            body = copy.start.computation
+            in_loop = body in layer_loops
+            if in_loop:
+                layer = self.flops.computation(body) / self._layers_of_iteration(body)
+            else:  # of a stack without a loop there is no layer to compare with but all that is done here
+                layer = layer_flops.get((stack, copy.direction), self.flops.computation(body))
+            window = min(1.0, self._flops_between(copy) / layer) if layer else 0.0
+            update = "optimizer/" in f"{copy.start.op_name}/"
+            where = "update" if update else "loop" if in_loop else "boundary"
+            yield Transfer(name, stack, copy.direction, where, copy.num_bytes, times, window, self._depth(body))
+
+    def _layer_loops(self, bodies: set[str]) -> set[str]:
+        """The loop bodies with copies in which no other such loop is nested."""
+        return {b for b in bodies & set(self.loops) if not any(self._contains(b, other) for other in bodies - {b})}
+
+    def _depth(self, computation: str) -> int:
+        depth = 0
+        while computation in self.loops:
+            computation, depth = self.loops[computation].computation, depth + 1
+        return depth
+
+    def _contains(self, outer: str, inner: str) -> bool:
+        while inner in self.loops:
+            inner = self.loops[inner].computation
+            if inner == outer:
+                return True
+        return False
+
+    @functools.cache  # noqa: B019  (a reader lives as long as its module is read)
+    def _copies_in(self, computation: str) -> tuple[_Copy, ...]:
+        return tuple(c for i in self.module.computations[computation] if (c := self._copy(i)) is not None)
+
+    @functools.cache  # noqa: B019
+    def _users(self, computation: str) -> dict[str, list[Instruction]]:
+        users: dict[str, list[Instruction]] = defaultdict(list)
+        for instruction in self.module.computations[computation]:
+            for operand in instruction.operands:
+                users[operand].append(instruction)
+        return users
+
+    @functools.cache  # noqa: B019
+    def _positions(self, computation: str) -> tuple[dict[str, int], list[float]]:
+        """Each instruction's place in the schedule, and the FLOPs scheduled before each place."""
+        body = self.module.computations[computation]
+        before = [0.0, *itertools.accumulate(self.flops.instruction(i) for i in body)]
+        return {i.name: place for place, i in enumerate(body)}, before
+
+    def _copy(self, instruction: Instruction) -> _Copy | None:
+        opcode, is_start = instruction.opcode.removesuffix("-start"), instruction.opcode.endswith("-start")
+        if opcode not in _MOVING:
+            return None
+        done, wraps = self._done(instruction) if is_start else (None, False)
+        if is_start and done is None:
+            return None
+        results = arrays_of(instruction.shape if done is None else done.shape)
+        operands = [a for o in self.module.operands(instruction) for a in arrays_of(o.shape)]
+        direction, moved = _direction(results, operands)
+        if not moved:
+            return None
+        size = max(a.num_bytes for a in moved)
+        return _Copy(instruction, done, wraps, direction, size)
+
+    def _done(self, start: Instruction) -> tuple[Instruction | None, bool]:
+        """The end of an asynchronous operation, and whether it is in the next iteration of the loop."""
+        for user in self._users(start.computation).get(start.name, ()):
+            if user.opcode.endswith("-done"):
+                return user, False
+            if user.opcode.endswith("-update"):
+                return self._done(user)
+            if user.root and user.opcode == "tuple" and start.computation in self.loops:
+                index = user.operands.index(start.name)
+                for carried in self._carried(start.computation, index):
+                    for end in self._users(start.computation).get(carried.name, ()):
+                        if end.opcode.endswith("-done"):
+                            return end, True
+        return None, False
+
+    def _carried(self, body: str, index: int) -> list[Instruction]:
+        """What reads the loop's state at `index`."""
+        parameter = self.module.parameter(body)
+        users = self._users(body).get(parameter.name, ()) if parameter else ()
+        return [u for u in users if u.tuple_index == index]
+
+    def _flops_between(self, copy: _Copy) -> float:
+        if copy.done is None:
+            return 0.0
+        place, before = self._positions(copy.start.computation)
+        start, done = before[place[copy.start.name]], before[place[copy.done.name]]
+        return before[-1] - start + done if copy.wraps else done - start
+
+    @functools.cache  # noqa: B019
+    def _layers_of_iteration(self, body: str) -> int:
+        """How many layers one iteration is: the most copies of one host buffer in one direction."""
+        buffers: Counter[tuple[str, int | None]] = Counter()
+        for copy in self._copies_in(body):
+            if copy.direction in ("d2h", "h2d") and (buffer := self._state_index(copy)) is not None:
+                buffers[copy.direction, buffer] += 1
+        return max(buffers.values(), default=1)
+
+    def _state_index(self, copy: _Copy) -> int | None:
+        """The index in the loop's state of the host buffer that a copy reads or writes."""
+        for instruction in self._origins(copy.start):
+            if instruction.computation != copy.start.computation:
+                return None
+            if instruction.tuple_index is not None:
+                return instruction.tuple_index
+        return None
+
+    @functools.cached_property
+    def _scopes(self) -> dict[Instruction, tuple[str, str]]:
+        """Stack and name of the tensor of each copy, by the instruction that starts it.
+
+        They are in the scopes of the copy itself or of what its value comes from. The compiler drops those of
+        some copies; these have the name of another copy of the same buffer.
+        """
+        unnamed = ("", UNNAMED)
+        return {
+            start: self._scope_in(trail) or next((self.buffers[s] for s in trail if s in self.buffers), unnamed)
+            for start, trail in self._trails.items()
+        }
+
+    @functools.cached_property
+    def _trails(self) -> dict[Instruction, list[Instruction]]:
+        return {copy.start: self._trail(copy) for copy, _ in self.copies("d2h", "h2d")}
+
+    @functools.cached_property
+    def buffers(self) -> dict[Instruction, tuple[str, str]]:
+        """The tensor that is kept in each value that is one array in host memory."""
+        return {
+            step: scope
+            for trail in self._trails.values()
+            if (scope := self._scope_in(trail))
+            for step in trail
+            if _on_host_only(step)
+        }
+
+    def _scope(self, copy: _Copy) -> tuple[str, str]:
+        return self._scopes[copy.start]
+
+    def _trail(self, copy: _Copy) -> list[Instruction]:
+        ends = [copy.start] if copy.done is None else [copy.start, copy.done]
+        return [*ends, *self._origins(copy.start)]
+
+    def _scope_in(self, trail: list[Instruction]) -> tuple[str, str] | None:
+        for instruction in trail:
+            texts = [instruction.op_name]
+            if body := instruction.called("calls"):
+                texts += [i.op_name for i in self.module.computations.get(body, ())]
+            for text in texts:
+                if scope := SCOPE.search(text):
+                    return scope[1], scope[2]
+        return None
+
+    def _origins(self, instruction: Instruction) -> Iterator[Instruction]:
+        """What the first operand's value comes from, back through copies, tuples and loops."""
+        seen: set[tuple[str, str, int | None]] = set()
+        index: int | None = None
+        current: Instruction | None = instruction
+        while current is not None:
+            key = (current.computation, current.name, index)
+            if key in seen:
+                return
+            seen.add(key)
+            if current is not instruction:
+                yield current
+            operands = self.module.operands(current)
+            opcode = re.sub(r"-(start|done|update)$", "", current.opcode)
+            if current.tuple_index is not None:
+                current, index = operands[0], current.tuple_index
+            elif opcode == "tuple" and index is not None:
+                current, index = operands[index], None
+            elif opcode == "while" and index is not None:
+                current = self.module.root(current.called("body") or "")
+            elif opcode == "parameter" and current.computation in self.loops:
+                current = self.module.operands(self.loops[current.computation])[0]
+            elif opcode in _TRANSPARENT and operands:
+                hosts = [o for o in operands if any(_on_host(a) for a in arrays_of(o.shape))]
+                current = (hosts or operands)[0]
+            else:
+                return
+
+
+def _on_host(array: Array) -> bool:
+    return array.memory_space == HOST_MEMORY_SPACE
+
+
+def _on_host_only(instruction: Instruction) -> bool:
+    """Whether the value is one buffer in host memory, perhaps being written, and not a loop's state."""
+    arrays = arrays_of(instruction.shape)
+    writing = instruction.opcode.endswith("-start") and _on_host(arrays[0])
+    return writing or (len(arrays) == 1 and _on_host(arrays[0]))
+
+
+def _direction(results: list[Array], operands: list[Array]) -> tuple[str, list[Array]]:
+    """Which way data goes, and the arrays that go; none for work that stays on the device.
+
+    Scalars are positions, not data: they are always on the device.
+    """
+    results, operands = [a for a in results if a.dims], [a for a in operands if a.dims]
+    host_results, host_operands = [a for a in results if _on_host(a)], [a for a in operands if _on_host(a)]
+    device_operands = [a for a in operands if not _on_host(a)]
+    if host_results:
+        return ("d2h", device_operands) if device_operands else ("h2h", host_operands)
+    return ("h2d", results) if host_operands else ("", [])
