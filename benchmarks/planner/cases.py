@@ -40,7 +40,7 @@ def random_placement(generator: random.Random) -> str:
 
 def cases() -> list[dict]:
     """Every preset somewhere, random plans everywhere, one and two sequences per device."""
-    generator = random.Random(0)
+    generator, more = random.Random(0), random.Random(1)
     found = []
     for i, machine in enumerate(MACHINES):
         for j, model in enumerate(MODELS):
@@ -49,6 +49,11 @@ def cases() -> list[dict]:
                 # presets in turn, so that each machine and each model sees most of them
                 first = (3 * i + 2 * j + per_device) % len(PRESETS)
                 placements = [PRESETS[first], PRESETS[(first + 5) % len(PRESETS)], random_placement(generator)]
+                if machine in (
+                    "gb200",
+                    "h200",
+                ):  # TPU compilers refuse what does not fit; these say what anything takes
+                    placements.append(random_placement(more))
                 found += [
                     {
                         "machine": machine,
@@ -78,7 +83,8 @@ def compile_case(case: dict) -> dict:
     report = json.loads(done.stdout)
     return case | {
         "device_bytes": report["device_bytes"]["total"], "host_bytes": report["host_bytes"]["total"],
-        "compile_time_s": report["compile_time_s"], "fits": report["fits"], "versions": report["versions"],
+        "compile_time_s": report["compile_time_s"], "fits": report["fits"], "refused": report["refused"] is not None,
+        "versions": report["versions"],
     }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def test_the_file_is_what_train_runs(plan_file, tmp_path, capsys):
     plan["model"] = None
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan))
-    arguments += ["--batch", "2", "--seq", "64", "--steps", "2", "--optimizer.warmup_steps", "1"]
+    arguments += ["--batch", "8", "--seq", "64", "--steps", "2", "--optimizer.warmup_steps", "1"]
     arguments += ["--validation_batches", "0", "--sample_tokens", "0", "--tensorboard", "false"]
     assert main(["train", *arguments, "--plan", str(file), "--run_dir", str(run)]) == 0
     capsys.readouterr()
@@ -119,7 +119,7 @@ def test_budgets_that_cannot_be_met_say_what_is_missing(capsys):
     assert "weights, optimizer state and gradients alone need 131.4" in line
     assert "more devices" in line
     line = refused(capsys, *SMALL, "--hbm", "4GiB")
-    assert "GiB too much" in line
+    assert "the plan that needs least" in line and "too much" in line and "a smaller batch" in line
 
 
 def test_refusals(capsys):
