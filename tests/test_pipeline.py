@@ -99,6 +99,8 @@ def test_budgets_are_checked():
         ({"hbm": "x"}, "cannot read 'x' as a size"),
         ({"host": "9000GiB"}, "a host of h200 has"),
         ({"hardware": "h2000"}, "did you mean 'h200'"),
+        ({"hbm": 1.5}, "write a size with its unit"),
+        ({"optimizer": "adam"}, "is no optax optimizer"),
     )
     for arguments, message in cases:
         with pytest.raises(UserError, match=message):
@@ -121,3 +123,15 @@ def test_a_large_product_without_a_name_is_pointed_at():
     found = forebay.plan(half_named, *program(), hardware="h200", verify=False)
     (note,) = [n for n in found.notes if "without a name" in n]
     assert "matmul" in note and "test_pipeline.py" in note and "128 MiB" in note  # 16 x 1024 x 4096 bfloat16
+
+
+def test_a_reverse_scan_is_planned_as_one_range():
+    def backwards(p, x):
+        def layer(x, w):
+            return x + jax.nn.gelu(x @ w["wi"].astype(x.dtype)) @ w["wo"].astype(x.dtype), None
+
+        return (jax.lax.scan(layer, x, p, reverse=True)[0].astype(jnp.float32) ** 2).mean()
+
+    found = forebay.plan(backwards, *program(), hardware="h200", hbm="2.5GiB", verify=False)
+    assert len(found.placements) == 1
+    jax.eval_shape(forebay.apply(backwards, found), *program())

@@ -118,7 +118,7 @@ def report(rows: list[dict], compared: list[dict], whole: dict | None) -> list[s
         f"{os.cpu_count()} CPU cores, {platform.machine()}, no accelerator, Python {platform.python_version()}; {used}.",
         "Commands: `.venv/bin/python benchmarks/planner/cases.py`, then `.venv/bin/python benchmarks/planner/run.py`.", "",
         "## Memory: the estimate before any compile, against the compiler", "",
-        f"{len(rows)} cases that the compiler accepts, sequences of {SEQ}, FSDP over all devices. Absolute error of the device bytes: median "
+        f"{len(rows)} cases that the compiler accepts, sequences of {SEQ}, FSDP over all devices. Absolute error: median "
         f"**{100 * statistics.median(errors):.1f} %**, 90th percentile {100 * errors[int(0.9 * len(errors))]:.1f} %, worst "
         f"**{100 * errors[-1]:.1f} %**. Host bytes differ by at most {max(abs(r['host_error']) for r in rows) / 2**20:.1f} MiB.", "",
         "| machine | model | devices | batch | placement | estimate GiB | compiler GiB | error |", "|---|---|---|---|---|---|---|---|",

@@ -16,7 +16,7 @@ from forebay.planner.problem import evaluate
 from forebay.planner.reasons import reasons, shadow_price, unnamed_notes
 from forebay.planner.search import MAX_COMPILES, Compile, Found, Measured, search
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
-from forebay.units import parse_bytes
+from forebay.units import MiB, parse_bytes
 
 HOST_SHARE = 0.8
 """The share of the host's memory that plans may fill; the rest is for the system, the data and the processes.
@@ -69,6 +69,8 @@ def plan(
     """
     from forebay.graph.loss import trace_loss
 
+    if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise UserError(f"optimizer={optimizer!r} is no optax optimizer: pass one, for example optax.adamw(1e-4)")
     machine = hardware if isinstance(hardware, Hardware) else get_hardware(hardware)
     axis_sizes = dict(mesh.shape) if mesh is not None else {}
     graph = trace_loss(loss, parameters, *args, axis_sizes=axis_sizes)
@@ -177,6 +179,8 @@ def device_budget(machine: Hardware, hbm: str | int | None, memory_fraction: flo
     if hbm is None:
         return machine.usable_hbm_bytes(memory_fraction)
     budget = parse_bytes(hbm)
+    if 0 < budget < MiB:
+        raise UserError(f"hbm={hbm} is {budget} bytes: write a size with its unit, like 170GiB")
     if budget > machine.hbm_bytes or budget == 0:
         raise UserError(
             f"hbm={hbm}: {machine.name} has {machine.hbm_bytes / 2**30:.1f} GiB on each device: give at most that, and not 0"

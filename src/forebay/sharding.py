@@ -66,7 +66,8 @@ def parse_mesh(text: str, device_count: int) -> dict[str, int]:
     total = math.prod(sizes.values())
     if total != device_count:
         raise UserError(
-            f"mesh {text!r} has {' x '.join(map(str, sizes.values()))} = {total} devices and there are {device_count}: "
+            f"mesh {text!r} has {' x '.join(map(str, sizes.values()))}{f' = {total}' if len(sizes) > 1 else ''} devices and there "
+            f"are {device_count}: "
             f"change an axis (for example fsdp={device_count}) or the number of devices"
         )
     return sizes

@@ -128,6 +128,8 @@ def test_refusals(capsys):
     assert "chooses the placement itself" in refused(capsys, *SMALL, "--placement", "full")
     assert "unknown search 'mash': did you mean 'mesh'?" in refused(capsys, *SMALL, "--search", "mash")
     assert "its directory does not exist" in refused(capsys, *SMALL, "-o", "/nonexistent/plan.json")
+    assert "is a directory" in refused(capsys, *SMALL, "-o", "/tmp")
+    assert "is longer than the" in refused(capsys, *SMALL, "--seq", "99999999999")
     assert "needs two plan files" in refused(capsys, "diff", "one.json")
     assert "cannot read the plan file 'one.json'" in refused(capsys, "diff", "one.json", "two.json")
     assert "max_compiles=0 must be at least 1" in refused(capsys, *SMALL, "--max_compiles", "0")

@@ -71,7 +71,30 @@ def shared(w, x):
     return (jax.lax.scan(body, x, w["wi"])[0] ** 2).sum()
 
 
-LOSSES = [scanned, checkpointed, with_auxiliary, looped, reversed_scan, library, shared]
+def looped_and_jitted(w, x):
+    """The cached jaxpr of the block is one object, called five times."""
+    block = jax.jit(jax.checkpoint(layer))
+    for i in range(L):
+        x = block(x, jax.tree.map(lambda a: a[i], w))  # noqa: B023
+    return (x**2).sum()
+
+
+def with_numbers_in_the_carry(w, x):
+    """A step counter and an accumulator that start as Python numbers."""
+
+    def body(carry, w):
+        x, count, total = carry
+        y = layer(x, w)
+        return (y, count + 1, total + (y**2).mean()), None
+
+    (x, count, total), _ = jax.lax.scan(body, (x, 0, 0.0), w)
+    return (x**2).sum() + total * count
+
+
+LOSSES = [
+    scanned, checkpointed, with_auxiliary, looped, looped_and_jitted, reversed_scan, library, shared,
+    with_numbers_in_the_carry,
+]  # fmt: skip
 
 
 def stacks(loss):
@@ -157,6 +180,23 @@ def test_layers_in_a_python_loop_without_checkpoints_are_pointed_at():
     assert unrolled_layers(jax.make_jaxpr(unrolled)(weights(), X)) == L
     with pytest.raises(UserError, match=f"{L} like layers in a Python loop: stack their weights"):
         trace_loss(unrolled, weights(), X, axis_sizes={})
+
+
+def test_checkpointed_blocks_that_differ_are_named_as_the_reason():
+    def differing(w, x):
+        for i in range(L):
+            block = jax.checkpoint(lambda x, w: layer(x, w) * (1 + 0.3 * i))  # noqa: B023
+            x = block(x, jax.tree.map(lambda a: a[i], w))  # noqa: B023
+        return (x**2).sum()
+
+    with pytest.raises(UserError, match=f"{L} jax.checkpoint blocks and no two are alike"):
+        trace_loss(differing, weights(), X, axis_sizes={})
+
+
+def test_blocks_called_in_a_loop_know_what_they_hand_on():
+    for loss in (looped, looped_and_jitted):
+        (stack,) = stacks(loss)
+        assert [stack.roles.count(r) for r in ("carry", "layer", "constant")] == [1, 2, 0]
 
 
 def test_nothing_to_decide_and_no_scalar():

@@ -224,3 +224,29 @@ def test_a_plan_file_that_places_a_tensor_twice_is_refused(tmp_path):
     file.write_text(json.dumps(plan.to_json()).replace('"context": "host"', '"context": "host", "context": "device"'))
     with pytest.raises(UserError, match="gives 'context' twice"):
         Plan.load(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"predicted": "x"}, "predicted"),
+        ({"compiled": [1]}, "compiled"),
+        ({"reasons": [1]}, "reasons"),
+        ({"alternatives": "none"}, "alternatives"),
+        ({"devices": "many"}, "devices"),
+        ({"verified": "yes"}, "verified"),
+        ({"predicted": {"step_time_s": "long"}}, "predicted.step_time_s"),
+        ({"placements": [{"stack": "layers", "layers": [0, 4.0], "tensors": {}}]}, "layers"),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_kind_is_named(change, key):
+    with pytest.raises(UserError, match=f"damaged: {key} is"):
+        Plan.from_json(plan().to_json() | change)
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="is not JSON"):
+        Plan.load(file)

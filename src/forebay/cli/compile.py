@@ -5,7 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-from forebay.errors import EXIT_DOES_NOT_FIT, EXIT_NOT_HIDDEN, EXIT_OK, UserError
+from forebay.cli.parse import check_file
+from forebay.errors import EXIT_DOES_NOT_FIT, EXIT_NOT_HIDDEN, EXIT_OK
 from forebay.train.config import ProgramConfig
 from forebay.train.run_config import TrainConfig
 
@@ -39,8 +40,8 @@ def run(config: CompileConfig) -> int:
     from forebay.hardware import get_hardware
 
     hardware = get_hardware(config.hardware)
-    if config.save_hlo is not None and not Path(config.save_hlo).resolve().parent.is_dir():
-        raise UserError(f"save_hlo={config.save_hlo!r}: its directory does not exist: make it first")
+    if config.save_hlo is not None:
+        check_file("save_hlo", config.save_hlo)
 
     from forebay.report.memory import compile_json, print_compiled
     from forebay.train.planning import compile_program, planned_program

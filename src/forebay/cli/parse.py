@@ -6,6 +6,7 @@ docstring; `--config FILE` reads a YAML file of the same keys; a flag wins over 
 
 import dataclasses
 import itertools
+import os
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,6 +66,17 @@ def parse[T](
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise UserError(_one_line(error, prog)) from None
     return config_class(**{k: instantiated[k] for k in _fields(config_class)})
+
+
+def check_file(flag: str, path: str) -> None:
+    """Raises `UserError` where `path`, of the flag `flag`, is no file that can be written: before anything takes time."""
+    file = Path(path).resolve()
+    if file.is_dir():
+        raise UserError(f"{flag}={path!r} is a directory: give the path of a file")
+    if not file.parent.is_dir():
+        raise UserError(f"{flag}={path!r}: its directory does not exist: make it first")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"{flag}={path!r} cannot be written: choose another place")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

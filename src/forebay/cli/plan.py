@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from forebay.cli.parse import check_file
 from forebay.errors import EXIT_OK, UserError, unknown
 from forebay.train.config import ProgramConfig
 from forebay.train.run_config import TrainConfig
@@ -126,5 +127,5 @@ def _check(config: PlanConfig) -> None:
     _searches(config)
     for name in ("output", "plot"):
         file = getattr(config, name)
-        if file is not None and not Path(file).resolve().parent.is_dir():
-            raise UserError(f"{name}={file!r}: its directory does not exist: make it first")
+        if file is not None:
+            check_file(name, file)

@@ -46,7 +46,10 @@ def run(config: TrainConfig) -> int:
     result = train(config, program, console)
 
     if result.interrupted:
-        console.print(f"interrupted after step {result.step}; continue with: --run_dir {config.run_dir} --resume")
+        console.print(
+            f"interrupted after step {result.step}; continue with: forebay train --config "
+            f"{Path(config.run_dir) / 'config.yaml'} --run_dir {config.run_dir} --resume"
+        )
         return 130
     if result.validation_loss is not None and result.unigram_entropy is not None:
         console.print(

@@ -18,7 +18,7 @@ from forebay.graph.flat import Array, Flat, flatten
 from forebay.graph.partition import Spec, local_shape, spec_of, whole
 from forebay.graph.residuals import names_in
 from forebay.graph.rewrite import evaluate
-from forebay.graph.stacks import Stack, find_stacks, key_of, unrolled_layers
+from forebay.graph.stacks import Stack, checkpointed_blocks, find_stacks, key_of, unrolled_layers
 
 BOUNDARY = "forebay:boundary:"
 
@@ -122,7 +122,12 @@ def with_names(stack: Stack) -> Stack:
 
 
 def _nothing(jaxpr: Any) -> str:
-    layers = unrolled_layers(jaxpr)
+    layers, blocks = unrolled_layers(jaxpr), checkpointed_blocks(jaxpr)
+    if blocks > 1:
+        return (
+            f"there is nothing to decide: the loss has {blocks} jax.checkpoint blocks and no two are alike (a Python number that "
+            f"differs from layer to layer makes them differ): pass what differs as an array, or scan over the layers"
+        )
     if layers:
         return (
             f"there is nothing to decide: the loss has no scanned or checkpointed block, but {layers} like layers in a "

@@ -6,13 +6,15 @@ and checkpointed blocks called in a Python loop are all stacks.
 """
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jax_core
 
 from forebay.errors import UserError
 from forebay.graph.flat import Scan, flatten, jaxpr_of
@@ -64,6 +66,15 @@ class Stack:
         return [k for k, r in enumerate(self.roles) if r == role]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """An equation as it is run once. `inputs` and `outputs` identify values across the calls around it."""
+
+    eqn: Any
+    inputs: tuple[Hashable, ...]
+    outputs: tuple[Hashable, ...]
+
+
 def find_stacks(jaxpr: Any) -> tuple[Stack, ...]:
     """The stacks of a closed jaxpr, in the order in which they run.
 
@@ -71,12 +82,13 @@ def find_stacks(jaxpr: Any) -> tuple[Stack, ...]:
         UserError: two stacks have one name.
     """
     found: list[tuple[str | None, Stack]] = []
-    equations = _equations(jaxpr)
-    blocks: dict[str, list[Any]] = {}
-    for eqn in equations:
-        if eqn.primitive.name in _REMAT:
-            blocks.setdefault(f"{eqn.params['jaxpr']}", []).append(eqn)
-    for eqn in equations:
+    calls = _calls(jaxpr)
+    blocks: dict[str, list[_Call]] = {}
+    for call in calls:
+        if call.eqn.primitive.name in _REMAT:
+            blocks.setdefault(f"{call.eqn.params['jaxpr']}", []).append(call)
+    for call in calls:
+        eqn = call.eqn
         if eqn.primitive.name == "scan" and _is_stack(eqn):
             scan = Scan.of(eqn)
             roles: list[Role] = [
@@ -86,10 +98,9 @@ def find_stacks(jaxpr: Any) -> tuple[Stack, ...]:
             found.append((_scope(eqn), _stack(scan.length, scan.body, tuple(roles), [eqn], reverse=scan.reverse)))
         elif eqn.primitive.name in _REMAT:
             same = blocks[f"{eqn.params['jaxpr']}"]
-            if eqn is same[0] and len(same) > 1 and _products(eqn.params["jaxpr"]):
-                found.append(
-                    (_scope(eqn), _stack(len(same), eqn.params["jaxpr"], _loop_roles(same), same, looped=True))
-                )
+            if call is same[0] and len(same) > 1 and _products(eqn.params["jaxpr"]):
+                stack = _stack(len(same), eqn.params["jaxpr"], _loop_roles(same), [c.eqn for c in same], looped=True)
+                found.append((_scope(eqn), stack))
     named = _named(found)
     repeated = [n for n, count in Counter(s.name for s in named).items() if count > 1]
     if repeated:
@@ -102,16 +113,16 @@ def _stack(layers: int, body: Any, roles: tuple[Role, ...], equations: list[Any]
     return Stack("", layers, body, roles, names_in(body), frozenset(map(key_of, equations)), **kind)
 
 
-def _loop_roles(equations: list[Any]) -> tuple[Role, ...]:
+def _loop_roles(calls: list[_Call]) -> tuple[Role, ...]:
     """Of blocks called in turn: what the one before returned is carry, what all share is constant."""
     roles: list[Role] = []
-    for k, first in enumerate(equations[0].invars):
-        others = [e.invars[k] for e in equations]
-        made = {id(v) for e in equations for v in e.outvars}
-        if any(id(v) in made for v in others):
+    made = {o for call in calls for o in call.outputs}
+    for k, first in enumerate(calls[0].inputs):
+        others = [call.inputs[k] for call in calls]
+        if any(v in made for v in others):
             roles.append("carry")
         else:
-            roles.append("constant" if all(v is first for v in others) else "layer")
+            roles.append("constant" if all(v == first for v in others) else "layer")
     return tuple(roles)
 
 
@@ -142,6 +153,11 @@ def inline_checkpoints(body: Any) -> Any:
     return jax.make_jaxpr(lambda *args: evaluate(body, args, inline, is_block))(*avals)
 
 
+def checkpointed_blocks(jaxpr: Any) -> int:
+    """How many `jax.checkpoint` blocks with products in them are called, alike or not."""
+    return sum(c.eqn.primitive.name in _REMAT and _products(c.eqn.params["jaxpr"]) > 0 for c in _calls(jaxpr))
+
+
 def unrolled_layers(jaxpr: Any) -> int:
     """How often the longest-repeating run of products in a Python-looped model repeats; 0 if nothing does.
 
@@ -160,15 +176,35 @@ def unrolled_layers(jaxpr: Any) -> int:
     return best
 
 
-def _equations(jaxpr: Any) -> list[Any]:
-    """All equations that run once, calls looked into; in order. Functions with derivatives of their own stay whole."""
-    found = []
-    for eqn in jaxpr_of(jaxpr).eqns:
-        called = transparent_jaxpr(eqn)
-        if called is None or eqn.primitive.name in _REMAT:
-            found.append(eqn)
-        if called is not None:
-            found += _equations(called)
+def _calls(jaxpr: Any) -> list[_Call]:
+    """All equations that run once, calls looked into as often as they are called; in order.
+
+    Functions with derivatives of their own stay whole.
+    """
+    found: list[_Call] = []
+    fresh = itertools.count()
+
+    def visit(body: Any, inputs: Sequence[Hashable]) -> list[Hashable]:
+        known: dict[Any, Hashable] = dict(zip(body.invars, inputs, strict=True))
+        known.update((v, ("constant", id(v))) for v in body.constvars)
+
+        def read(atom: Any) -> Hashable:
+            return ("literal", str(atom)) if isinstance(atom, jax_core.Literal) else known[atom]
+
+        for eqn in body.eqns:
+            operands = tuple(map(read, eqn.invars))
+            called = transparent_jaxpr(eqn)
+            results: list[Hashable] = [("value", next(fresh)) for _ in eqn.outvars]
+            if called is None or eqn.primitive.name in _REMAT:
+                found.append(_Call(eqn, operands, tuple(results)))
+            if called is not None:
+                inner = visit(jaxpr_of(called), operands)
+                results = results if eqn.primitive.name in _REMAT else inner
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in body.outvars]
+
+    body = jaxpr_of(jaxpr)
+    visit(body, [("argument", k) for k in range(len(body.invars))])
     return found
 
 

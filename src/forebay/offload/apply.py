@@ -44,6 +44,11 @@ def apply(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
         def run(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
             stack = by_key[key_of(eqn)]
+            # a Python number in the traced function is no array yet
+            inputs = [
+                x if hasattr(x, "shape") else jnp.asarray(x, v.aval.dtype)
+                for x, v in zip(inputs, eqn.invars, strict=True)
+            ]
             placements = plan.for_stack(stack.name)
             if stack.looped:
                 layer = next(loops[stack.name])

@@ -141,6 +141,7 @@ def _layer_problem(graph: LossGraph, block: BlockGraph, rates: Rates, platform: 
         # TPU compilers cast the stacked weights once, before the loop (docs/xla.md)
         hoisted_bytes=graph.cast_bytes[block.stack.name] if platform == "tpu" else 0,
         gradient_bytes=graph.layer_bytes[block.stack.name],
+        most_ranges=1 if block.stack.reverse else None,  # `forebay.apply` runs a reverse scan as one
         outside_gradient_bytes=gradients_before(graph.outside, block.stack.name),
     )
 

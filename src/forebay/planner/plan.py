@@ -187,6 +187,7 @@ class Plan:
             raise UserError(
                 f"{source} has schema {data['schema']} and this version reads {SCHEMA}: make the plan again"
             )
+        _check_types(data, source)
         try:
             model = data.get("model")
             return cls(
@@ -230,9 +231,45 @@ class Plan:
             raise UserError(f"cannot read the plan file {str(path)!r}: {error.strerror}") from None
         except _RepeatedKeyError as error:
             raise UserError(f"the plan file {str(path)!r} gives {error.args[0]!r} twice: keep one of them") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"the plan file {str(path)!r} is not JSON ({error}): make the plan again") from None
         return cls.from_json(data, f"the plan file {str(path)!r}")
+
+
+_NUMBERS = ("device_bytes", "host_bytes", "step_time_s", "recompute_s")
+
+
+def _check_types(data: Mapping[str, Any], source: str) -> None:
+    """Raises `UserError` where a key of a plan file has a value of another kind than plans have."""
+
+    def fail(key: str, value: Any, kind: str) -> UserError:
+        return UserError(f"{source} is damaged: {key} is {str(value)[:40]!r} and must be {kind}: make the plan again")
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    for key in ("devices", "batch", "seq"):
+        value = data.get(key)
+        if value is not None and (not is_number(value) or value != int(value)):
+            raise fail(key, value, "a whole number")
+    for key in ("predicted", "compiled", "mesh", "optimizer", "parameters"):
+        if not isinstance(data.get(key) or {}, dict):
+            raise fail(key, data[key], "an object")
+    for key in ("alternatives", "reasons", "notes", "placements"):
+        items = data.get(key) or []
+        kind = str if key == "notes" else dict
+        if not isinstance(items, list) or not all(isinstance(item, kind) for item in items):
+            raise fail(key, items, f"a list of {'texts' if kind is str else 'objects'}")
+    if not isinstance(data.get("verified", False), bool):
+        raise fail("verified", data["verified"], "true or false")
+    for key in _NUMBERS:
+        value = (data.get("predicted") or {}).get(key, 0)
+        if not is_number(value):
+            raise fail(f"predicted.{key}", value, "a number")
+    for placement in data.get("placements") or []:
+        layers = placement.get("layers")
+        if not (isinstance(layers, list) and len(layers) == 2 and all(type(n) is int for n in layers)):
+            raise fail("layers", layers, "two whole numbers, first and past_last")
 
 
 class _RepeatedKeyError(Exception):

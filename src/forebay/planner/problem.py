@@ -57,6 +57,7 @@ class LayerProblem:
             the compute dtype.
         gradient_bytes: the gradients of all layers together.
         outside_gradient_bytes: gradients of weights outside of the stacks that are there before its backward pass.
+        most_ranges: into how many ranges it can be cut at most; None is any number.
     """
 
     stack: str
@@ -75,6 +76,7 @@ class LayerProblem:
     hoisted_bytes: int = 0
     gradient_bytes: int = 0
     outside_gradient_bytes: int = 0
+    most_ranges: int | None = None
 
     @property
     def producers(self) -> dict[int, int]:

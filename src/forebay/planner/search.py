@@ -9,7 +9,7 @@ from forebay.planner.build import Costed
 from forebay.planner.placement import Placement
 from forebay.planner.problem import Predicted, Problem
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S, solve
-from forebay.units import format_bytes
+from forebay.units import format_bytes, format_seconds
 
 MAX_COMPILES = 5
 GAIN = 2e-3
@@ -131,7 +131,7 @@ def search(
             if best is None:
                 raise InfeasibleError(_never_fitted(compiled, problem))
             return dataclasses.replace(best, compiles=len(compiled))
-        progress(f"compiling a plan of {predicted.step_s:.3f} s a step")
+        progress(f"compiling a plan of {format_seconds(predicted.step_s)} a step")
         measured = compiled[placements] = compile_plan(placements)
         correction += measured.device_bytes - predicted.device_bytes
         fits = (

@@ -20,7 +20,7 @@ from forebay.planner.placement import EVERYTHING, Placement
 from forebay.planner.problem import COPY_SLOTS, LayerProblem, Predicted, Problem, evaluate
 
 DEFAULT_TIME_LIMIT_S = 20.0
-RELATIVE_GAP = 1e-4
+RELATIVE_GAP = 5e-4
 """The solver stops when no plan can be faster by more than this share."""
 _GIB = float(2**30)
 
@@ -108,7 +108,10 @@ def solve(
         for s in problem.stacks
     )
     scale = scale or 1.0
-    ranges = {s.stack: _stack(program, problem, s, min(variants, s.layers), scale) for s in problem.stacks}
+    ranges = {
+        s.stack: _stack(program, problem, s, min(variants, s.layers, s.most_ranges or variants), scale)
+        for s in problem.stacks
+    }
     _memory(program, problem, ranges)
     values, gap = program.solve(time_limit_s, relative_gap)
     if values is None:

@@ -62,7 +62,7 @@ def print_tensors(data: Mapping[str, Any], console: Console) -> None:
         console.print(table)
     if data["reasons"]:
         console.print(
-            "instead: change of the step time and of device memory were this tensor alone placed so; * does not fit",
+            "instead: change of the step time and of device memory were this tensor alone placed so; * does not fit, - cannot be",
             style="dim", highlight=False,
         )  # fmt: skip
 
@@ -178,7 +178,9 @@ def print_diff(before: Any, after: Any, *, as_json: bool) -> None:
         console.print(f"{key}: {a} -> {b}", highlight=False)
     for key, (a, b) in numbers.items():
         if a is not None and b is not None:
-            shown = (format_bytes(a), format_bytes(b)) if key.endswith("bytes") else (f"{a:.3f}", f"{b:.3f}")
+            shown = (
+                (format_bytes(a), format_bytes(b)) if key.endswith("bytes") else (format_seconds(a), format_seconds(b))
+            )
             console.print(f"{key}: {shown[0]} -> {shown[1]}", highlight=False)
     table = Table(box=None, pad_edge=False)
     for heading in ("stack", "layers", "tensor", "before", "after"):

@@ -25,6 +25,8 @@ from forebay.sharding import Sharding, make_mesh, parse_mesh, single_device
 from forebay.train.config import AUTO, ProgramConfig
 from forebay.train.state import TrainState, initial_state, learning_rate_schedule, make_optimizer, state_shardings
 
+LONGEST_SEQUENCE = 2**24
+"""Attention visits pairs of blocks of 512 tokens; beyond this their list alone would take gigabytes."""
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 
@@ -153,6 +155,14 @@ class Program:
     def notes(self) -> list[str]:
         """What a reader of any number about this program should know."""
         notes = [self.kernel.note] if self.kernel.note else []
+        mesh = {axis: size for axis, size in self.sharding.mesh.shape.items() if size > 1}
+        made_for = {
+            "devices": (self.plan.devices, self.sharding.mesh.size), "batch": (self.plan.batch, self.config.batch),
+            "seq": (self.plan.seq, self.config.seq), "mesh": (dict(self.plan.mesh) if self.plan.devices else None, mesh),
+        }  # fmt: skip
+        other = [f"{key} {there} (here {here})" for key, (there, here) in made_for.items() if there not in (None, here)]
+        if other:
+            notes.append(f"the plan was made for {', '.join(other)}: its predictions and that it fits are of that")
         for placement in self.plan.placements:
             known = self.names[placement.stack]
             useless = [n for n in known.not_residuals if placement.tensors.get(n, "recompute") != "recompute"]
@@ -177,6 +187,8 @@ def make_program(config: ProgramConfig, devices: Sequence[Any]) -> Program:
     for field in ("batch", "seq", "accumulate", "steps"):
         if getattr(config, field) < 1:
             raise UserError(f"{field}={getattr(config, field)} must be at least 1")
+    if config.seq > LONGEST_SEQUENCE:
+        raise UserError(f"seq={config.seq} is longer than the {LONGEST_SEQUENCE} tokens that a sequence may have")
     if config.dtype not in DTYPES:
         raise unknown("dtype", config.dtype, DTYPES)
     if config.loss_chunking not in CHUNKINGS:
