@@ -8,9 +8,13 @@ binaries are fixed these have a least solution, the recomputation that the graph
 the placements need to be integer.
 """
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -63,14 +67,33 @@ class _Program:
             columns += merged.keys()
             starts.append(len(data))
         matrix = csr_array((data, columns, starts), shape=(len(self.rows), len(self.upper)))
-        result = milp(
+        with _silent_stdout():
+            result = self._milp(matrix, time_limit_s, relative_gap)
+        return result.x, float(result.mip_gap if result.mip_gap is not None else np.inf)
+
+    def _milp(self, matrix: csr_array, time_limit_s: float, relative_gap: float) -> Any:
+        return milp(
             c=np.array(self.cost),
             integrality=np.array(self.integer, dtype=int),
             bounds=Bounds(np.zeros(len(self.upper)), np.array(self.upper)),  # pyright: ignore[reportArgumentType]
             constraints=LinearConstraint(matrix, -np.inf, np.array([b for _, b in self.rows])),  # pyright: ignore[reportArgumentType]
             options={"time_limit": time_limit_s, "mip_rel_gap": relative_gap},
         )
-        return result.x, float(result.mip_gap if result.mip_gap is not None else np.inf)
+
+
+@contextlib.contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Sends the process's standard output nowhere: HiGHS writes a line there now and then, whatever it is asked."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 @dataclasses.dataclass
