@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from forebay.errors import UserError
 from forebay.graph.block import block_graph, forward_costs
 from forebay.graph.costs import sum_costs
 from forebay.graph.loss import trace_loss
@@ -174,3 +175,16 @@ def test_a_kept_attention_whose_statistics_have_no_name_is_repeated():
     with_context, _ = block.recomputed(set(block.named["context"]))
     products = [i for i in nothing if block.forward.costs[i].kind == "matmul"]
     assert [i for i in with_context if block.forward.costs[i].kind == "matmul"] == products
+
+
+def test_one_name_at_two_places_of_a_block_is_refused():
+    def loss(w, x):
+        def layer(x, w):
+            x = checkpoint_name(x @ w, "hidden")
+            return checkpoint_name(jnp.tanh(x) @ w, "hidden"), None
+
+        return jax.lax.scan(layer, x, w)[0].sum()
+
+    (stack,) = find_stacks(jax.make_jaxpr(loss)(jnp.ones((3, 8, 8)), jnp.ones((4, 8))))
+    with pytest.raises(UserError, match="gives the name 'hidden' to several activations .*test_block.py"):
+        block_graph(stack, [whole(len(a.shape)) for a in stack.avals], {})

@@ -8,6 +8,7 @@ import random
 import pytest
 from problems import best_by_trying, every_plan, random_problem, random_stack
 
+from forebay.errors import UserError
 from forebay.planner.placement import Placement
 from forebay.planner.problem import LayerProblem, Op, Problem, evaluate, layer_cost
 from forebay.planner.simplify import simplify
@@ -193,3 +194,10 @@ def test_the_solver_writes_nothing(capfd):
         solve(random_problem(generator, (random_stack(generator, names=5, layers=20),)))
     print("still here")
     assert capfd.readouterr().out == "still here\n"
+
+
+def test_no_plan_in_the_time_given_is_not_called_infeasible():
+    generator = random.Random(1)
+    stack = random_stack(generator, names=8, layers=100)
+    with pytest.raises(UserError, match="no plan in 1e-06 s: give it longer"):
+        solve(problem(stack, device_budget=0.5 * 100 * sum(stack.num_bytes)), time_limit_s=1e-6)

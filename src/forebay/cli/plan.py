@@ -28,6 +28,7 @@ class PlanConfig(ProgramConfig):
         search: what to vary besides the placement: mesh, accumulate, or mesh,accumulate.
         variants: the most ranges of layers with placements of their own, per stack.
         max_compiles: the most plans to compile.
+        time_limit_s: seconds that each run of the solver may take.
         output: a file for the plan (-o for short).
         plot: a PNG file for step time against device memory.
         json: print the plan as JSON (schema forebay.plan/1) instead of tables.
@@ -42,6 +43,7 @@ class PlanConfig(ProgramConfig):
     search: str = ""
     variants: int = 2
     max_compiles: int = 5
+    time_limit_s: float = 20.0
     output: str | None = None
     plot: str | None = None
     json: bool = False
@@ -72,7 +74,8 @@ def run(config: PlanConfig) -> int:
 
         outcome = search_around(
             config, hardware, hbm=config.hbm, host=config.host, memory_fraction=config.memory_fraction,
-            variants=config.variants, max_compiles=config.max_compiles, max_batch=config.max_batch,
+            variants=config.variants, max_compiles=config.max_compiles, time_limit_s=config.time_limit_s,
+            max_batch=config.max_batch,
             searches=_searches(config), progress=progress,
         )  # fmt: skip
     plan = outcome.program.plan
@@ -124,6 +127,8 @@ def _check(config: PlanConfig) -> None:
     for name, least in (("variants", 1), ("max_compiles", 1)):
         if getattr(config, name) < least:
             raise UserError(f"{name}={getattr(config, name)} must be at least {least}")
+    if not config.time_limit_s > 0:
+        raise UserError(f"time_limit_s={config.time_limit_s} must be more than 0")
     _searches(config)
     for name in ("output", "plot"):
         file = getattr(config, name)

@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import source_info_util
 
+from forebay.errors import UserError
 from forebay.graph.costs import Analysis, Cost, analyse
 from forebay.graph.flat import FREE
 from forebay.graph.partition import Spec, whole
@@ -101,6 +103,9 @@ def block_graph(
         axis_sizes: the mesh.
         differentiated: positions of the inputs whose gradients are wanted; None is all of a floating dtype.
         body: takes the place of the stack's own, for example with names added.
+
+    Raises:
+        UserError: one name is given to activations at different places of the code.
     """
     run = body or as_function(stack.body)
     saved: dict[str, Any] = {}
@@ -151,10 +156,18 @@ def block_graph(
     produced = {o for op in flat.ops for o in op.outputs}
     given |= {v for v in range(len(flat.values)) if v not in produced and v not in roles}  # constants
     named: dict[str, tuple[int, ...]] = {}
+    places: dict[str, set[str]] = {}
     for op in flat.ops:
         if op.primitive == "name":
             name = op.eqn.params["name"]
             named[name] = (*named.get(name, ()), op.outputs[0])
+            places.setdefault(name, set()).add(source_info_util.summarize(op.eqn.source_info))
+    for name, given_at in places.items():
+        if len(given_at) > 1:
+            raise UserError(
+                f"the block of {stack.name!r} gives the name {name!r} to several activations ({', '.join(sorted(given_at))}): "
+                f"give each its own"
+            )
     return BlockGraph(
         stack=stack,
         forward=analysis,

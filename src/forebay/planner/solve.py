@@ -20,6 +20,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from forebay.errors import UserError
 from forebay.planner.placement import EVERYTHING, Placement
 from forebay.planner.problem import COPY_SLOTS, LayerProblem, Predicted, Problem, evaluate
 
@@ -69,6 +70,10 @@ class _Program:
         matrix = csr_array((data, columns, starts), shape=(len(self.rows), len(self.upper)))
         with _silent_stdout():
             result = self._milp(matrix, time_limit_s, relative_gap)
+        if result.x is None and result.status == 1:  # its time was up
+            raise UserError(
+                f"the solver found no plan in {time_limit_s:g} s: give it longer (time_limit_s), or fewer ranges of layers (variants)"
+            )
         return result.x, float(result.mip_gap if result.mip_gap is not None else np.inf)
 
     def _milp(self, matrix: csr_array, time_limit_s: float, relative_gap: float) -> Any:
@@ -124,6 +129,9 @@ def solve(
         variants: the most ranges of layers per stack.
         time_limit_s: the best placements found by then are returned, with their gap.
         relative_gap: how far from the best step time the answer may be.
+
+    Raises:
+        UserError: no placements were found in that time.
     """
     program = _Program()
     scale = problem.outside_s + sum(

@@ -18,6 +18,7 @@ from forebay.planner.build import Costed, build
 from forebay.planner.placement import Placement
 from forebay.planner.problem import layer_cost
 from forebay.planner.search import MAX_COMPILES, Measured
+from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
 from forebay.report.memory import compile_json
 from forebay.train.config import ProgramConfig
 from forebay.train.program import Program, make_program
@@ -42,6 +43,7 @@ def planned_program(
     memory_fraction: float | None = None,
     variants: int = 2,
     max_compiles: int = MAX_COMPILES,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     progress: Callable[[str], None] = silent,
 ) -> Program:
     """The program that `config` describes, planned where it leaves the placement to the planner.
@@ -55,6 +57,7 @@ def planned_program(
         memory_fraction: the share of HBM that XLA may use, where `hbm` is None.
         variants: the most ranges of layers.
         max_compiles: the most plans to compile.
+        time_limit_s: seconds that each run of the solver may take.
         progress: is called with a line whenever something takes long.
 
     Raises:
@@ -78,7 +81,7 @@ def planned_program(
 
     plan = find_plan(
         costed, base, None if hardware.platform == "cpu" else compile_plan, "the memory of a CPU is not checked",
-        variants=variants, max_compiles=max_compiles, progress=progress,
+        variants=variants, max_compiles=max_compiles, time_limit_s=time_limit_s, progress=progress,
     )  # fmt: skip
     return dataclasses.replace(program, plan=plan)
 

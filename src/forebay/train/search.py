@@ -76,6 +76,7 @@ def search_around(
     memory_fraction: float | None,
     variants: int,
     max_compiles: int,
+    time_limit_s: float,
     max_batch: bool,
     searches: Sequence[str],
     progress: Callable[[str], None] = silent,
@@ -85,7 +86,7 @@ def search_around(
     Args:
         config: the training step, with `hardware` and `devices` in its class.
         hardware: the machine.
-        hbm, host, memory_fraction, variants, max_compiles: see `planned_program`.
+        hbm, host, memory_fraction, variants, max_compiles, time_limit_s: see `planned_program`.
         max_batch: the largest batch per device that fits is looked for.
         searches: "mesh" tries the meshes of `MESH_AXES_SEARCHED` that divide the devices, "accumulate"
             the numbers of microbatches that divide the batch.
@@ -104,7 +105,7 @@ def search_around(
         point = Point(mesh, candidate.batch, candidate.accumulate)
         try:
             costed = cost_program(make_program(candidate, devices), hardware, budget, on_host)
-            found = search(costed, None, variants=variants)
+            found = search(costed, None, variants=variants, time_limit_s=time_limit_s)
         except UserError as error:
             return dataclasses.replace(point, error=str(error))
         p = found.predicted
@@ -113,7 +114,8 @@ def search_around(
     def compiled(candidate: ProgramConfig) -> Program:
         return planned_program(
             candidate, devices, hardware, hbm=hbm, host=host, memory_fraction=memory_fraction, variants=variants,
-            max_compiles=max_compiles, progress=progress,
+            max_compiles=max_compiles,
+            time_limit_s=time_limit_s, progress=progress,
         )  # fmt: skip
 
     if max_batch:

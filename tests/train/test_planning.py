@@ -1,0 +1,95 @@
+"""Planning for the devices there are: host memory that a run cannot have is refused before it starts."""
+
+import pytest
+
+from forebay.errors import UserError
+from forebay.hardware import get_hardware, present
+from forebay.hardware.present import available_host_bytes, hardware_of
+from forebay.train.config import ProgramConfig
+from forebay.train.planning import planned_host_bytes, planned_program, refuse_host_bytes, run_plan
+from forebay.train.program import make_program
+from forebay.train.run_config import TrainConfig
+from forebay.xla.topology import compile_only_devices
+
+GIB = 2**30
+
+
+@pytest.fixture
+def roomy(monkeypatch):
+    monkeypatch.setattr("forebay.train.planning.available_host_bytes", lambda: (4096 * GIB, "the machine's memory"))
+
+
+def test_a_pinned_pool_that_is_too_small_is_named_with_its_variable(monkeypatch, roomy):
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")
+    with pytest.raises(
+        UserError, match=r"2\.0 GiB in pinned host memory, and the pool may have 1 GiB: set XLA_PJRT"
+    ) as error:
+        refuse_host_bytes(2 * GIB, 1, "gpu")
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=3" in str(error.value)  # a tenth more than 2
+    refuse_host_bytes(GIB, 1, "gpu")
+    refuse_host_bytes(2 * GIB, 1, "tpu")  # has no such pool
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB")
+    with pytest.raises(UserError, match="may have 64 GiB"):
+        refuse_host_bytes(65 * GIB, 8, "gpu")
+
+
+def test_a_container_with_less_memory_than_its_host_is_believed(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{2 * GIB}\n")
+    monkeypatch.setattr(present, "_CGROUP_FILES", (str(tmp_path / "absent"), str(limit)))
+    assert available_host_bytes()[0] == 2 * GIB
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1000")
+    with pytest.raises(UserError, match=r"this process may have 2\.0 GiB .the limit of its control group"):
+        refuse_host_bytes(3 * GIB, 1, "gpu")
+    limit.write_text("max\n")
+    assert available_host_bytes()[0] > 2 * GIB
+
+
+def test_the_host_bytes_of_a_plan_are_those_of_its_tensors():
+    """8 sequences over 8 devices: 2 x 64 MiB of decoder_layer_input and query_proj in 2 layers of Llama 8B."""
+    config = ProgramConfig(
+        model="llama3.1-8b",
+        sizes={"layers": 2},
+        batch=8,
+        seq=8192,
+        placement="decoder_layer_input=host,query_proj=host",
+    )
+    program = make_program(config, compile_only_devices(get_hardware("h200"), 8))
+    assert planned_host_bytes(program) == 2 * 2 * 8192 * 4096 * 2
+
+
+def test_a_cpu_keeps_everything_and_says_that_nothing_was_checked():
+    import jax
+
+    program = planned_program(ProgramConfig(batch=8, seq=64), jax.devices()[:1])
+    assert [dict(p.tensors) for p in program.plan.placements] == [{"*": "device"}]
+    assert not program.plan.verified
+    assert any("the memory of a CPU is not checked" in n for n in program.plan.notes)
+
+
+def test_an_unknown_device_is_refused_with_what_to_do():
+    class Device:
+        platform = "gpu"
+        device_kind = "Some Other Chip"
+
+    with pytest.raises(UserError, match="no machine is known for devices of kind 'Some Other Chip'"):
+        hardware_of(Device())
+
+
+def test_a_resumed_run_goes_on_with_its_own_plan(tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    assert run_plan(TrainConfig(run_dir=str(tmp_path), resume=True)).plan == str(tmp_path / "plan.json")
+    assert run_plan(TrainConfig(run_dir=str(tmp_path))).plan == "auto"
+    assert run_plan(TrainConfig(run_dir=str(tmp_path), resume=True, placement="full")).plan == "auto"
+
+
+def test_a_plan_made_for_something_else_says_so(tmp_path):
+    import jax
+
+    config = ProgramConfig(batch=8, seq=64)
+    file = tmp_path / "plan.json"
+    planned_program(config, jax.devices()[:1]).plan.save(file)
+    other = make_program(ProgramConfig(batch=16, seq=64, plan=str(file)), jax.devices()[:1])
+    assert any("the plan was made for batch 8 (here 16)" in note for note in other.notes())
+    same = make_program(ProgramConfig(batch=8, seq=64, plan=str(file)), jax.devices()[:1])
+    assert not any("the plan was made for" in note for note in same.notes())
