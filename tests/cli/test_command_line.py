@@ -53,7 +53,7 @@ COMPILE_ERRORS = [
     (["--placement", "full@0:9"], "names layers 0:9, and it has 4 layers"),
     (["--placement", "decoder_layer_input=recompute"], "cannot be recomputed from anything"),
     (["--mesh", "fdsp=8"], "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
-    (["--mesh", "fsdp=4"], "has 4 = 4 devices and there are 8"),
+    (["--mesh", "fsdp=4"], "has 4 devices and there are 8"),
     (["--mesh", "fsdp=0,data=8"], "the size of 'fsdp' must be a positive whole number"),
     (["--batch", "12"], "its batch dimension of 12 is not divisible by fsdp=8"),
     (["--batch", "16", "--accumulate", "3"], "batch=16 is not divisible by accumulate=3"),

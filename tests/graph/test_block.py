@@ -186,5 +186,5 @@ def test_one_name_at_two_places_of_a_block_is_refused():
         return jax.lax.scan(layer, x, w)[0].sum()
 
     (stack,) = find_stacks(jax.make_jaxpr(loss)(jnp.ones((3, 8, 8)), jnp.ones((4, 8))))
-    with pytest.raises(UserError, match="gives the name 'hidden' to several activations .*test_block.py"):
+    with pytest.raises(UserError, match=r"gives the name 'hidden' to several activations .*test_block\.py"):
         block_graph(stack, [whole(len(a.shape)) for a in stack.avals], {})
