@@ -57,7 +57,7 @@ def tight(budget: float, **changes) -> Problem:
 def test_a_right_account_needs_one_compile():
     p = tight(12)
     compiler = Compiler(p)
-    found = search(fake(p), compiler)
+    found = search(fake(p), compiler, margin=0)
     assert found.fits
     assert len(compiler.asked) == found.compiles == 1
     assert found.predicted.device_bytes == compiler(found.placements).device_bytes
@@ -66,7 +66,7 @@ def test_a_right_account_needs_one_compile():
 def test_a_plan_that_the_compiler_makes_too_large_is_replaced_by_one_that_fits():
     p = tight(14)
     compiler = Compiler(p, more=5 * GIB)  # the account comes to 10 GiB
-    found = search(fake(p), compiler)
+    found = search(fake(p), compiler, margin=0)
     assert found.fits
     assert found.measured is not None
     assert found.measured.device_bytes <= p.device_budget
@@ -77,7 +77,7 @@ def test_room_that_the_account_did_not_see_is_used():
     """The compiler needs 4 GiB less than the account: the second plan recomputes less."""
     p = tight(16, fixed_bytes=4 * GIB)
     compiler = Compiler(p, more=-4 * GIB)
-    found = search(fake(p), compiler)
+    found = search(fake(p), compiler, margin=0)
     assert found.compiles >= 2
     first = evaluate(p, compiler.asked[0])
     assert found.predicted.step_s < first.step_s
@@ -93,7 +93,7 @@ def test_a_compiler_that_always_needs_more_ends_in_an_error_and_not_in_a_plan():
     p = tight(14)
     compiler = Compiler(p, factor=1.0, more=100 * GIB)
     with pytest.raises(InfeasibleError):
-        search(fake(p), compiler)
+        search(fake(p), compiler, margin=0)
     assert len(compiler.asked) <= 5
 
 
@@ -106,7 +106,7 @@ def test_a_refusal_is_not_a_fit():
 def test_the_number_of_compiles_is_bounded():
     p = tight(14)
     compiler = Compiler(p, factor=1.3)
-    search(fake(p), compiler, max_compiles=3)
+    search(fake(p), compiler, max_compiles=3, margin=0)
     assert len(compiler.asked) <= 3
 
 
@@ -136,7 +136,7 @@ def test_random_problems_never_yield_a_plan_that_does_not_fit():
         p = problem(stack, device_budget=generator.uniform(0.3, 1.0) * 6 * sum(stack.num_bytes))
         compiler = Compiler(p, factor=generator.uniform(0.8, 1.3), more=generator.uniform(-2, 2) * GIB)
         try:
-            found = search(fake(p), compiler)
+            found = search(fake(p), compiler, margin=0)
         except InfeasibleError:
             continue
         assert found.measured is not None
@@ -150,3 +150,13 @@ def test_an_estimate_that_is_a_little_over_the_budget_is_put_to_the_compiler():
     assert found.fits
     with pytest.raises(InfeasibleError, match=r"of 1 that were compiled the smallest needs 7\.00 GiB"):
         search(fake(p), Compiler(p))
+
+
+def test_the_first_plan_leaves_something_free_unless_it_must_not():
+    p = tight(14)
+    compiler = Compiler(p)
+    search(fake(p), compiler, margin=0.1)
+    assert evaluate(p, compiler.asked[0]).device_bytes <= 0.9 * p.device_budget
+    # the least plan needs all of a smaller budget
+    least = problem(chain(), device_budget=7 * GIB, loss_bytes=3 * GIB, d2h_bytes_per_s=0.0, h2d_bytes_per_s=0.0)
+    assert search(fake(least), Compiler(least), margin=0.1).fits

@@ -104,25 +104,31 @@ def compile_program(
     save_hlo: Path | None = None,
 ) -> Compiled:
     """The program's step, compiled under the options that hide most of its copies."""
-    options, notes = step_options(program, hardware, deviceless=deviceless, memory_fraction=memory_fraction)
+    step = program.jit_step()  # one function, so that it is traced once
+    options, notes = step_options(program, hardware, deviceless=deviceless, memory_fraction=memory_fraction, step=step)
     compiled, options = compile_hidden(
-        program.jit_step(), (program.abstract_state, program.abstract_batch), options,
+        step, (program.abstract_state, program.abstract_batch), options,
         judged=hardware.platform == "cuda", weight_shapes=program.local_weight_shapes(), save_hlo=save_hlo,
     )  # fmt: skip
     return Compiled(compiled, options, notes)
 
 
 def step_options(
-    program: Program, hardware: Hardware | None, *, deviceless: bool, memory_fraction: float | None = None
+    program: Program,
+    hardware: Hardware | None,
+    *,
+    deviceless: bool,
+    memory_fraction: float | None = None,
+    step: Any = None,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Compiler options for a program's step, and what is lost because this build does not have some of them.
 
-    `hardware` is None for devices that no machine is known for.
+    `hardware` is None for devices that no machine is known for; `step` is the jitted step, where it is made already.
     """
     platform = program.sharding.mesh.devices.flat[0].platform
     limit_percent = None
     if program.plan.offloads and hardware is not None and hardware.platform == "cuda":
-        step, args = program.jit_step(), (program.abstract_state, program.abstract_batch)
+        step, args = step or program.jit_step(), (program.abstract_state, program.abstract_batch)
         limit_percent = memory_limit_percent(
             hardware.hbm_bytes,
             hardware.usable_hbm_bytes(memory_fraction),
