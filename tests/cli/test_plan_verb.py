@@ -26,7 +26,7 @@ def refused(capsys, *argv: str) -> str:
 def plan_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("plan") / "plan.json"
     done = subprocess.run(
-        [sys.executable, "-m", "forebay.cli.main", "plan", *SMALL, "--hbm", "5GiB", "-o", str(file), "--json"],
+        [sys.executable, "-m", "forebay.cli.main", "plan", *SMALL, "--hbm", "6GiB", "-o", str(file), "--json"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return file, json.loads(done.stdout)
@@ -39,7 +39,7 @@ def test_a_plan_is_written_compiled_and_within_its_budget(plan_file):
     assert plan["schema"] == printed["schema"] == "forebay.plan/1"
     assert plan["verified"] is True
     assert plan["compiled"]["schema"] == "forebay.compile/1"
-    assert plan["compiled"]["device_bytes"]["total"] == plan["predicted"]["device_bytes"] <= 5 * 2**30
+    assert plan["compiled"]["device_bytes"]["total"] == plan["predicted"]["device_bytes"] <= 6 * 2**30
     assert plan["model"]["name"] == "llama3.1-8b"
     assert {"device_bytes", "host_bytes", "step_time_s", "exposed_s"} <= plan["predicted"].keys()
     assert {"d2h", "h2d"} == plan["predicted"]["exposed_s"].keys()

@@ -160,3 +160,20 @@ def test_the_first_plan_leaves_something_free_unless_it_must_not():
     # the least plan needs all of a smaller budget
     least = problem(chain(), device_budget=7 * GIB, loss_bytes=3 * GIB, d2h_bytes_per_s=0.0, h2d_bytes_per_s=0.0)
     assert search(fake(least), Compiler(least), margin=0.1).fits
+
+
+def test_a_compiler_that_charges_for_offloading_does_not_end_the_search():
+    """What the first compile teaches holds for plans that move much, not for those that recompute."""
+    p = problem(chain(8), device_budget=14.5 * GIB)
+
+    class Charging(Compiler):
+        def __call__(self, placements):
+            measured = super().__call__(placements)
+            more = 6 * GIB if measured.host_bytes else 0
+            return dataclasses.replace(measured, device_bytes=measured.device_bytes + more)
+
+    compiler = Charging(p)
+    found = search(fake(p), compiler, margin=0)
+    assert compiler.asked[0] != found.placements  # the first one moved something
+    assert found.fits and found.measured is not None
+    assert found.measured.device_bytes <= p.device_budget

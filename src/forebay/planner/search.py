@@ -20,6 +20,7 @@ just does not fit costs a compile."""
 DOUBT = 1.15
 """The estimate before any compile was never off by more (benchmarks/planner)."""
 _REFINEMENTS = 4
+_HALVINGS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,21 +119,29 @@ def search(
     best: Found | None = None
     compiled: dict[tuple[Placement, ...], Measured] = {}
     correction = problem.correction_bytes + margin * problem.device_budget
+    failed = 0.0  # the correction that the last plan which did not fit asked for
+    halvings = 0
     while True:
         current = dataclasses.replace(problem, correction_bytes=correction)
         choice = choose(costed, current, variants=variants, time_limit_s=time_limit_s)
         if choice is None and not compiled and correction > problem.correction_bytes:
             correction = problem.correction_bytes  # without anything left free, then
             continue
-        if choice is None and best is None and not compiled and compile_plan is not None:
-            choice = _nearly(costed, current)  # the account may be a little too large: let the compiler say
+        if choice is None and best is None and compile_plan is not None:
+            # the account may be too large, or what a compile taught may not hold for all plans: let the compiler say
+            choice = _nearly(costed, problem)
+            choice = None if choice is not None and choice[0] in compiled else choice
         if choice is None:
             if best is not None:
-                return best
+                return dataclasses.replace(best, compiles=len(compiled))
             raise InfeasibleError(_never_fitted(compiled, problem) if compiled else explain_infeasible(costed, problem))
         placements, predicted, corrected, gap = choice
         if compile_plan is None:
             return Found(placements, predicted, corrected, gap, None, 0, False)
+        repeated = placements in compiled and (best is None or placements != best.placements)
+        if repeated and best is not None and failed > correction and halvings < _HALVINGS:
+            correction, halvings = (correction + failed) / 2, halvings + 1  # between what fits and what did not
+            continue
         faster = best is None or predicted.step_s < best.predicted.step_s * (1 - GAIN)
         if placements in compiled or not faster or len(compiled) >= max_compiles:
             if best is None:
@@ -140,7 +149,7 @@ def search(
             return dataclasses.replace(best, compiles=len(compiled))
         progress(f"compiling a plan of {format_seconds(predicted.step_s)} a step")
         measured = compiled[placements] = compile_plan(placements)
-        correction += measured.device_bytes - predicted.device_bytes
+        correction = corrected.correction_bytes + measured.device_bytes - predicted.device_bytes
         fits = (
             not measured.refused
             and measured.device_bytes <= problem.device_budget
@@ -151,7 +160,9 @@ def search(
                 predicted, device_bytes=float(measured.device_bytes), host_bytes=float(measured.host_bytes)
             )
             best = Found(placements, exact, corrected, gap, measured, len(compiled), True)
-        elif measured.host_bytes > problem.host_budget:
+        else:
+            failed = max(failed, correction)
+        if measured.host_bytes > problem.host_budget:
             problem = dataclasses.replace(
                 problem, host_budget=problem.host_budget - (measured.host_bytes - problem.host_budget)
             )
