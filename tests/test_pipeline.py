@@ -93,6 +93,16 @@ def test_a_mesh_that_is_not_of_the_machine_is_planned_and_called_unverified():
     assert any("the mesh is abstract" in n for n in found.notes)
 
 
+def test_arrays_do_as_well_as_their_shapes():
+    """Arrays lie on a device of this computer; the plan is for another."""
+    parameters = {"wi": jnp.zeros((3, 64, 128)), "wo": jnp.zeros((3, 128, 64))}
+    found = forebay.plan(loss, parameters, jnp.zeros((4, 8, 64)), hardware="h200")
+    assert found.verified
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), parameters)
+    same = forebay.plan(loss, shapes, jax.ShapeDtypeStruct((4, 8, 64), jnp.float32), hardware="h200", verify=False)
+    assert same.placements == found.placements
+
+
 def test_budgets_are_checked():
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"hbm": "900GiB"}, "h200 has 141.0 GiB on each device"),

@@ -257,6 +257,7 @@ def _compiler(
 
     from forebay.offload.apply import apply
     from forebay.xla.compile import compile_hidden
+    from forebay.xla.exposure import explain
     from forebay.xla.options import compiler_options
     from forebay.xla.topology import compile_only_devices
 
@@ -275,7 +276,12 @@ def _compiler(
     default = jax.sharding.SingleDeviceSharding(devices[0])
     if mesh is not None:
         default = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    shardings = jax.tree.map(lambda x: getattr(x, "sharding", None) or default, (parameters, *args))
+
+    def split(x: Any) -> Any:
+        named = isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding)
+        return x.sharding if named and mesh is not None else default  # an array's own device is not the machine's
+
+    shardings = jax.tree.map(split, (parameters, *args))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters, *args))
     deviceless = devices[0] not in jax.devices()
     state = None if optimizer is None else jax.eval_shape(optimizer.init, shapes[0])
@@ -320,7 +326,9 @@ def _compiler(
             "compile_time_s": compiled.compile_time_s,
             "versions": dict(compiled.versions),
         }
-        return Measured(compiled.device.total, compiled.host.total, compiled.refused is not None, report)
+        shown = explain(compiled.transfers, None, compiled.remat.count)
+        notes = () if shown is None else (shown,)
+        return Measured(compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes)
 
     return compile_plan, None
 

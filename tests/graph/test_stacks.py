@@ -199,6 +199,42 @@ def test_blocks_called_in_a_loop_know_what_they_hand_on():
         assert [stack.roles.count(r) for r in ("carry", "layer", "constant")] == [1, 2, 0]
 
 
+def test_what_is_changed_between_two_blocks_is_still_handed_on():
+    """As a weight of each layer it would count as there anyway, and its storage as free."""
+    block = jax.checkpoint(layer)
+
+    def changing(w, x):
+        for i in range(L):
+            x = jnp.sin(block(x, jax.tree.map(lambda a: a[i], w)))  # noqa: B023
+        return (x**2).sum()
+
+    (stack,) = stacks(changing)
+    assert [stack.roles.count(r) for r in ("carry", "layer", "constant")] == [1, 2, 0]
+    graph = trace_loss(changing, weights(), X, axis_sizes={})
+    assert graph.layer_bytes["layers"] == 4 * L * 2 * D * F
+
+
+def test_a_block_may_return_what_it_hands_on_second():
+    def swapped(x, w):
+        y = layer(x, w)
+        return (y**2).mean(), y
+
+    def loss(w, x):
+        total, block = 0.0, jax.checkpoint(swapped)
+        for i in range(L):
+            mean, x = block(x, jax.tree.map(lambda a: a[i], w))  # noqa: B023
+            total += mean
+        return (x**2).sum() + total
+
+    graph = trace_loss(loss, weights(), X, axis_sizes={})
+    assert graph.stacks == {"layers": L}
+    planned = forebay.apply(loss, Plan((Placement("layers", (0, L), {"dot_0": "device"}),)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6),
+        value_and_gradients(planned), value_and_gradients(loss),
+    )  # fmt: skip
+
+
 def test_nothing_to_decide_and_no_scalar():
     with pytest.raises(UserError, match="nothing to decide"):
         trace_loss(lambda w, x: (x @ w["wi"][0]).sum(), weights(), X, axis_sizes={})

@@ -127,3 +127,10 @@ def test_files_that_cannot_be_read(monkeypatch, tmp_path):
     monkeypatch.setenv("FOREBAY_HARDWARE", str(tmp_path))
     with pytest.raises(UserError, match="Is a directory"):
         list_hardware()
+
+
+def test_a_processor_is_not_described_by_hand(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[mine]\nbase = "h200"\nplatform = "cpu"\n')
+    with pytest.raises(UserError, match="platform is 'cpu', which describes itself"):
+        read_machines(file, list_hardware())

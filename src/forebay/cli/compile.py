@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from forebay.cli.parse import check_file
 from forebay.errors import EXIT_DOES_NOT_FIT, EXIT_NOT_HIDDEN, EXIT_OK
@@ -49,12 +50,15 @@ def run(config: CompileConfig) -> int:
 
     devices = compile_only_devices(hardware, config.devices)
     program = planned_program(config, devices, hardware, memory_fraction=config.memory_fraction)
-    done = compile_program(
-        program, hardware, deviceless=True, memory_fraction=config.memory_fraction,
-        save_hlo=None if config.save_hlo is None else Path(config.save_hlo),
-    )  # fmt: skip
-    report = compile_json(done.compiled, program, hardware, config.memory_fraction, done.options)
-    report["notes"] += done.notes
+    if config.is_planned and config.save_hlo is None and program.plan.compiled is not None:
+        report: Any = dict(program.plan.compiled)  # planning has compiled it
+    else:
+        done = compile_program(
+            program, hardware, deviceless=True, memory_fraction=config.memory_fraction,
+            save_hlo=None if config.save_hlo is None else Path(config.save_hlo),
+        )  # fmt: skip
+        report = compile_json(done.compiled, program, hardware, config.memory_fraction, done.options)
+        report["notes"] += done.notes
     if config.json:
         json.dump(report, sys.stdout, indent=2)
         print()

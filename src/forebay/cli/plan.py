@@ -73,7 +73,7 @@ def run(config: PlanConfig) -> int:
                 print(text, file=sys.stderr)
 
         outcome = search_around(
-            config, hardware, hbm=config.hbm, host=config.host, memory_fraction=config.memory_fraction,
+            config, hardware, config.devices, hbm=config.hbm, host=config.host, memory_fraction=config.memory_fraction,
             variants=config.variants, max_compiles=config.max_compiles, time_limit_s=config.time_limit_s,
             max_batch=config.max_batch,
             searches=_searches(config), progress=progress,

@@ -10,7 +10,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from forebay.graph.costs import fusible, is_collective
-from forebay.graph.flat import Op
+from forebay.graph.flat import Op, flatten, jaxpr_of
 from forebay.graph.residuals import names_in
 from forebay.graph.rewrite import TRANSPARENT, evaluate
 
@@ -81,8 +81,6 @@ def _kind(eqn: Any) -> str | None:
 
 
 def _has_products(eqn: Any) -> bool:
-    from forebay.graph.flat import flatten, jaxpr_of
-
     inner = next((jaxpr_of(p) for p in eqn.params.values() if jaxpr_of(p) is not None), None)
     return inner is not None and any(not fusible(op) for op in flatten(inner).ops)
 
@@ -93,7 +91,7 @@ def _large_operands(jaxpr: Any) -> set[int]:
     if not products:
         return set()
     least = min(_size(e.outvars[0]) for e in products)
-    fed = {id(v) for e in products for v in e.invars if hasattr(v, "count") or not hasattr(v, "val")}
+    fed = {id(v) for e in products for v in e.invars}
     arguments = {id(v) for v in jaxpr.jaxpr.invars}
     return {
         id(v)

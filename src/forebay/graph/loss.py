@@ -66,8 +66,7 @@ def trace_loss(loss: Callable[..., Any], parameters: Any, *args: Any, axis_sizes
     Raises:
         UserError: the loss has no stack of layers; two stacks have one name.
     """
-    jaxpr, names = trace(loss, parameters, *args)
-    del names
+    jaxpr, _ = trace(loss, parameters, *args)
     stacks = [with_names(s) for s in find_stacks(jaxpr)]
     if not stacks:
         raise UserError(_nothing(jaxpr))
@@ -176,8 +175,13 @@ def _outside(
     def cut(eqn: Any, inputs: list[Any]) -> list[Any]:
         stack = next(s for s in stacks if key_of(eqn) in s.keys)
         carry = [_boundary(stack.name)(inputs[k]) for k in stack.positions("carry")]
-        rest = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[len(carry) :]]
-        return carry + rest
+        results = []
+        for v in eqn.outvars:  # a block called in a loop need not return what it hands on first
+            alike = next(
+                (k for k, x in enumerate(carry) if (jnp.shape(x), x.dtype) == (v.aval.shape, v.aval.dtype)), None
+            )
+            results.append(jnp.zeros(v.aval.shape, v.aval.dtype) if alike is None else carry.pop(alike))
+        return results
 
     def scalar(differentiated: list[Any], others: list[Any]) -> Any:
         return evaluate(jaxpr, [*differentiated, *others], cut, lambda e: key_of(e) in keys)[0]

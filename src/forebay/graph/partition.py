@@ -11,6 +11,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from forebay.graph.flat import Array, Flat, Op, Scan, flatten, jaxpr_of
 
 Spec = tuple[tuple[str, ...], ...]
@@ -22,8 +24,10 @@ _SAME_SIZE = (
 
 
 def spec_of(sharding: Any, rank: int) -> Spec:
-    """The specification of a `NamedSharding` or `PartitionSpec` for an array of `rank` dimensions."""
-    parts = tuple(getattr(sharding, "spec", sharding) or ())
+    """The specification of a `NamedSharding` or `PartitionSpec` for an array of `rank` dimensions; any other
+    sharding, as of an array on one device, splits nothing."""
+    spec = sharding if isinstance(sharding, PartitionSpec) else getattr(sharding, "spec", None)
+    parts = tuple(spec or ())
     entries = [((p,) if isinstance(p, str) else tuple(p) if isinstance(p, tuple | list) else ()) for p in parts[:rank]]
     return tuple(entries) + ((),) * (rank - len(entries))
 

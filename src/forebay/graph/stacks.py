@@ -68,11 +68,12 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """An equation as it is run once. `inputs` and `outputs` identify values across the calls around it."""
+    """An equation as it is run once. `inputs` identify values across the calls around it; `handed_on` says
+    which of them an earlier `jax.checkpoint` block led to."""
 
     eqn: Any
     inputs: tuple[Hashable, ...]
-    outputs: tuple[Hashable, ...]
+    handed_on: tuple[bool, ...]
 
 
 def find_stacks(jaxpr: Any) -> tuple[Stack, ...]:
@@ -114,15 +115,13 @@ def _stack(layers: int, body: Any, roles: tuple[Role, ...], equations: list[Any]
 
 
 def _loop_roles(calls: list[_Call]) -> tuple[Role, ...]:
-    """Of blocks called in turn: what the one before returned is carry, what all share is constant."""
+    """Of blocks called in turn: what an earlier one led to is carry, what all share is constant."""
     roles: list[Role] = []
-    made = {o for call in calls for o in call.outputs}
     for k, first in enumerate(calls[0].inputs):
-        others = [call.inputs[k] for call in calls]
-        if any(v in made for v in others):
+        if any(call.handed_on[k] for call in calls):
             roles.append("carry")
         else:
-            roles.append("constant" if all(v == first for v in others) else "layer")
+            roles.append("constant" if all(call.inputs[k] == first for call in calls) else "layer")
     return tuple(roles)
 
 
@@ -183,6 +182,7 @@ def _calls(jaxpr: Any) -> list[_Call]:
     """
     found: list[_Call] = []
     fresh = itertools.count()
+    handed_on: set[Hashable] = set()
 
     def visit(body: Any, inputs: Sequence[Hashable]) -> list[Hashable]:
         known: dict[Any, Hashable] = dict(zip(body.invars, inputs, strict=True))
@@ -196,7 +196,9 @@ def _calls(jaxpr: Any) -> list[_Call]:
             called = transparent_jaxpr(eqn)
             results: list[Hashable] = [("value", next(fresh)) for _ in eqn.outvars]
             if called is None or eqn.primitive.name in _REMAT:
-                found.append(_Call(eqn, operands, tuple(results)))
+                found.append(_Call(eqn, operands, tuple(o in handed_on for o in operands)))
+                if eqn.primitive.name in _REMAT or any(o in handed_on for o in operands):
+                    handed_on.update(results)
             if called is not None:
                 inner = visit(jaxpr_of(called), operands)
                 results = results if eqn.primitive.name in _REMAT else inner

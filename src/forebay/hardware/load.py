@@ -166,6 +166,8 @@ def _machine(name: str, table: Table, file: str) -> Hardware:
     if "name" in table:
         raise UserError(f"{where}: name is the section's own, {name!r}: leave the key out")
     machine: Hardware = _read(Hardware, {**table, "name": name}, where, "")
+    if machine.platform == "cpu":
+        raise UserError(f'{where}: platform is \'cpu\', which describes itself: give "cuda" or "tpu"')
     if getattr(machine, machine.platform) is None:
         table_name = f"[{name}.{machine.platform}]"
         raise UserError(f"{where}: a machine of platform {machine.platform!r} needs a table {table_name}")

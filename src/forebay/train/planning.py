@@ -146,8 +146,9 @@ def step_options(
 def cost_program(program: Program, hardware: Hardware, device_bytes: int, host_bytes: int) -> Costed:
     """The planning problem of a program."""
     axis_sizes = dict(program.sharding.mesh.shape)
+    state = argument_bytes(program.abstract_state.optimizer, program.state_shardings.optimizer)
     return build(
-        program_graph(program), hardware, axis_sizes, optimizer_bytes=optimizer_bytes(program),
+        program_graph(program), hardware, axis_sizes, optimizer_bytes=state,
         device_budget=device_bytes, host_budget=host_bytes, accumulate=program.config.accumulate,
     )  # fmt: skip
 
@@ -168,19 +169,6 @@ def program_graph(program: Program) -> LossGraph:
         with_sharding(batch, program.batch_shardings),
         axis_sizes=dict(program.sharding.mesh.shape),
     )
-
-
-def optimizer_bytes(program: Program) -> int:
-    """The optimizer's state on one device."""
-    leaves = jax.tree.leaves(program.abstract_state.optimizer)
-    shardings = jax.tree.leaves(program.state_shardings.optimizer)
-    total = 0
-    for leaf, sharding in zip(leaves, shardings, strict=True):
-        size = leaf.dtype.itemsize
-        for d in sharding.shard_shape(leaf.shape):
-            size *= d
-        total += size
-    return total
 
 
 def run_plan(config: TrainConfig) -> TrainConfig:

@@ -70,6 +70,7 @@ class Outcome:
 def search_around(
     config: ProgramConfig,
     hardware: Hardware,
+    count: int,
     *,
     hbm: str | None,
     host: str | None,
@@ -84,8 +85,9 @@ def search_around(
     """Plans `config`, varied as asked, and compiles the best.
 
     Args:
-        config: the training step, with `hardware` and `devices` in its class.
+        config: the training step.
         hardware: the machine.
+        count: how many devices.
         hbm, host, memory_fraction, variants, max_compiles, time_limit_s: see `planned_program`.
         max_batch: the largest batch per device that fits is looked for.
         searches: "mesh" tries the meshes of `MESH_AXES_SEARCHED` that divide the devices, "accumulate"
@@ -96,7 +98,7 @@ def search_around(
         InfeasibleError: nothing fits.
         UserError: anything wrong in the configuration.
     """
-    devices = compile_only_devices(hardware, config.devices)  # type: ignore[attr-defined]
+    devices = compile_only_devices(hardware, count)
     budget, on_host = device_budget(hardware, hbm, memory_fraction), host_budget(hardware, host)
     make_program(dataclasses.replace(config, plan="auto"), devices)  # what is wrong in it is wrong everywhere
 
@@ -114,8 +116,7 @@ def search_around(
     def compiled(candidate: ProgramConfig) -> Program:
         return planned_program(
             candidate, devices, hardware, hbm=hbm, host=host, memory_fraction=memory_fraction, variants=variants,
-            max_compiles=max_compiles,
-            time_limit_s=time_limit_s, progress=progress,
+            max_compiles=max_compiles, time_limit_s=time_limit_s, progress=progress,
         )  # fmt: skip
 
     if max_batch:
