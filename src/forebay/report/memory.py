@@ -169,12 +169,13 @@ def _transfer_table(transfers: Any) -> Table:
     table.add_column("tensor")
     table.add_column("direction", style="cyan")
     table.add_column("where")
-    table.add_column("GiB", justify="right")
+    unit, size = ("GiB", GiB) if any(t["bytes"] * t["count"] >= GiB for t in transfers) else ("MiB", MiB)
+    table.add_column(unit, justify="right")
     table.add_column("window", justify="right")
     for t in transfers:
         window = Text(f"{100 * t['window']:.0f} %", style="" if t["window"] >= HIDDEN_WINDOW else "red")
-        size = f"{t['bytes'] * t['count'] / GiB:,.2f}"
-        table.add_row(f"{t['name']} ({t['stack']})", t["direction"].upper(), t["where"], size, window)
+        moved = f"{t['bytes'] * t['count'] / size:,.2f}"
+        table.add_row(f"{t['name']} ({t['stack']})", t["direction"].upper(), t["where"], moved, window)
     return table
 
 
