@@ -62,8 +62,9 @@ def test_streamed_work_is_the_work(count, memories):
 
     shardings = {"y": y.sharding, "z": z.sharding}
     run = jax.jit(
-        lambda x, y, z: stream(work, {"x": x, "y": y, "z": z}, Cut(0, count), ["y", "z"], "test"), out_shardings=shardings
-    )
+        lambda x, y, z: stream(work, {"x": x, "y": y, "z": z}, Cut(0, count), ["y", "z"], "test"),
+        out_shardings=shardings,
+    )  # fmt: skip
     out = run(x, y, z)
     np.testing.assert_array_equal(out["y"], 2 * rows[0] + rows[2])
     np.testing.assert_array_equal(out["z"], rows[2] - rows[0])
