@@ -17,24 +17,22 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from forebay.errors import EXIT_WRONG_NUMBERS, UserError, missing_extra
+from forebay.errors import UserError, WrongNumbersError, missing_extra
 from forebay.hardware.present import machine_of
 from forebay.report.plots import loss_curve
 from forebay.report.training import TrainingDisplay
 from forebay.train.checkpoint import Checkpoints, truncate_metrics
 from forebay.train.data import load_tokenizer, make_train_iterator, make_validation_batches, unigram_entropy
 from forebay.train.metrics import MetricsFile, StepMetrics, read_metrics
-from forebay.train.planning import step_options
+from forebay.train.planning import run_options
 from forebay.train.program import Program
 from forebay.train.run_config import TrainConfig, to_yaml
 from forebay.train.sample import sample
 from forebay.train.state import TrainState, initial_state
 
 
-class NonFiniteLossError(UserError):
+class NonFiniteLossError(WrongNumbersError):
     """The loss is not a finite number any more."""
-
-    exit_code = EXIT_WRONG_NUMBERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +93,7 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
     recorder.kept_step = done if config.resume else None
     # the options that `forebay compile` compiles with: what it says is said of this program
     device = program.sharding.mesh.devices.flat[0]
-    step_function = program.jit_step(step_options(program, machine_of(device), deviceless=False)[0])
+    step_function = program.jit_step(run_options(program, machine_of(device)))
     try:
         with TrainingDisplay(console, config.steps, done) as display, _stop_signals() as stopped:
             recorder.show = display.update

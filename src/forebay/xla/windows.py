@@ -70,6 +70,30 @@ def host_copy_bytes(module: Module) -> int:
     return sum(copy.num_bytes * times for copy, times in _Reader(module).copies("h2h"))
 
 
+@dataclasses.dataclass(frozen=True)
+class HostCopy:
+    """An instruction that copies between device and host, as often as it runs.
+
+    `buffer` is where the host memory that it reads or writes comes from, back through loops and updates: the
+    same for all copies of one buffer. Stack and name are empty and "unnamed" where there is none.
+    """
+
+    start: Instruction
+    direction: str
+    stack: str
+    name: str
+    buffer: Instruction
+
+
+def host_copies(module: Module) -> list[HostCopy]:
+    """The copies between device and host of a scheduled module."""
+    reader = _Reader(module)
+    return [
+        HostCopy(copy.start, copy.direction, *reader.scope(copy), reader.trail(copy)[-1])
+        for copy, _ in reader.copies("d2h", "h2d")
+    ]
+
+
 type BufferScopes = dict[tuple[str, str], tuple[str, str]]
 """Stack and name of the tensor by an instruction's name and, for one element of a tuple, its index."""
 
@@ -119,9 +143,9 @@ class _Reader:
         for copy, _ in found:
             if (body := copy.start.computation) in layer_loops:
                 per_layer = self.flops.computation(body) / self._layers_of_iteration(body)
-                layer_flops[self._scope(copy)[0], copy.direction] = per_layer
+                layer_flops[self.scope(copy)[0], copy.direction] = per_layer
         for copy, times in found:
-            stack, name = self._scope(copy)
+            stack, name = self.scope(copy)
             body = copy.start.computation
             in_loop = body in layer_loops
             if in_loop:
@@ -245,7 +269,7 @@ class _Reader:
 
     @functools.cached_property
     def _trails(self) -> dict[Instruction, list[Instruction]]:
-        return {copy.start: self._trail(copy) for copy, _ in self.copies("d2h", "h2d")}
+        return {copy.start: self.trail(copy) for copy, _ in self.copies("d2h", "h2d")}
 
     @functools.cached_property
     def buffers(self) -> dict[Instruction, tuple[str, str]]:
@@ -258,10 +282,10 @@ class _Reader:
             if _on_host_only(step)
         }
 
-    def _scope(self, copy: _Copy) -> tuple[str, str]:
+    def scope(self, copy: _Copy) -> tuple[str, str]:
         return self._scopes[copy.start]
 
-    def _trail(self, copy: _Copy) -> list[Instruction]:
+    def trail(self, copy: _Copy) -> list[Instruction]:
         ends = [copy.start] if copy.done is None else [copy.start, copy.done]
         return [*ends, *self._origins(copy.start)]
 
