@@ -5,6 +5,7 @@ Programs are compiled for a GPU that is not there and then broken in their text 
 
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,23 @@ def with_config(text: str, computation: str, offset: int, stride: int) -> str:
     before, header, after = text.partition(f"\n%{computation} (")
     assert header
     return before + header + replaced(after, WALK, f'"linear":{{"byte_offset":"{offset}","byte_stride":"{stride}"}}')
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        # reads from byte 1 x stride on, as the forward pass would, where it should begin with layer 14
+        ("jax-0.11.0-pipelined.hlo", r"dynamic-slice-start\S* goes to byte 1048576 .* the program says 14680064"),
+        # layer 0 is peeled off, so the loop begins with layer 1
+        ("jax-0.11.0-double-buffered.hlo", r"dynamic-update-slice-start\S* goes to byte 0 .* the program says 1048576"),
+    ],
+)
+def test_programs_of_a_released_compiler_with_wrong_gradients(file, says):
+    (found,) = problems((FIXTURES / file).read_text())
+    assert re.match(rf"h \(layers\): the copy {says} \(iteration 0\)$", found), found
 
 
 def test_a_backward_pass_that_reads_in_the_order_of_the_forward_pass():

@@ -12,6 +12,7 @@ Compilers that pipeline loops over host buffers have produced programs with sile
 Numbers are another matter: only a run on the device proves them (`train.parity`).
 """
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +24,8 @@ from forebay.xla.hlo import HOST_MEMORY_SPACE, Instruction, Module, arrays_of
 from forebay.xla.windows import BufferScopes, Transfer, host_copies
 
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
-_PLACED = re.compile(
-    r'"dynamic_slice_config":\{(?:"loop_index":"(\d+)")?[^{}]*"linear":\{"byte_offset":"(-?\d+)","byte_stride":"(-?\d+)"\}'
-)
-"""Where XLA for GPUs has worked out that a slice is: bytes from the start of its buffer, and how many further with
-each iteration of the loop that is `loop_index` loops out. The copy goes by this and not by the index."""
+_WORKED_OUT = re.compile(r'"dynamic_slice_config":\{((?:[^{}]|\{[^{}]*\})*)\}')
+"""Where XLA for GPUs has worked out that a slice is; the copy goes by this and not by its index. See `_WorkedOut`."""
 
 _HANDS_ON = (
     "tuple", "get-tuple-element", "while", "call", "conditional", "parameter", "bitcast", "copy", "opt-barrier",
@@ -123,7 +121,7 @@ def _has_worked_out_place(module: Module, i: Instruction) -> bool:
     if i.opcode.removesuffix("-start") not in ("fusion", "async", *_SLICES):
         return False
     inside = module.computations.get(i.called("calls") or "", [i])
-    return any(_PLACED.search(j.rest) for j in inside if j.opcode in _SLICES) and _only_moves(module, i)
+    return any(_WorkedOut.of(j) for j in inside if j.opcode in _SLICES) and _only_moves(module, i)
 
 
 class _Buffer:
@@ -159,6 +157,32 @@ class _Buffer:
         return f"layer {place} is read {late} layers before its turn" if late >= self.at_once else None
 
 
+@dataclasses.dataclass(frozen=True)
+class _WorkedOut:
+    """Bytes from the start of a buffer to a slice, and how many further with each iteration of the loop that is
+    `loop` loops out; None is no loop."""
+
+    loop: int | None
+    offset: int
+    stride: int
+
+    @classmethod
+    def of(cls, sliced: Instruction) -> "_WorkedOut | None":
+        found = _WORKED_OUT.search(sliced.rest)
+        if found is None:
+            return None
+        # from jax 0.12 on the figures are those of "linear", and those beside it are 0
+        numbers = found[1].partition('"linear":')[2] or found[1]
+        loop = re.search(r'"loop_index":"(\d+)"', found[1])
+        offset, stride = (re.search(rf'"byte_{what}":"(-?\d+)"', numbers) for what in ("offset", "stride"))
+        return cls(int(loop[1]) if loop else None, int(offset[1]) if offset else 0, int(stride[1]) if stride else 0)
+
+    def byte(self, iterations: tuple[int, ...], last: int) -> int:
+        """The byte in an iteration; XLA keeps it within 0 and `last`."""
+        iteration = iterations[self.loop] if self.loop is not None and self.loop < len(iterations) else 0
+        return max(0, min(self.offset + self.stride * iteration, last))
+
+
 def _slice_of(module: Module, step: Step) -> tuple[int | None, str | None] | None:
     """The place, along the first dimension, of the slice that a copy reads or writes, and what is wrong with the
     bytes that the compiler worked out for it. None where it is no slice."""
@@ -175,17 +199,14 @@ def _slice_of(module: Module, step: Step) -> tuple[int | None, str | None] | Non
     buffer = operands[0].shape
     moved = arrays_of(sliced.shape if first == 1 else operands[1].shape)[0]
     offset = _byte_offset(buffer, moved.dims, indices)
-    placed = _PLACED.search(sliced.rest)
+    worked_out = _WorkedOut.of(sliced)
     wrong = None
-    if placed and offset is not None:
-        loop = int(placed[1]) if placed[1] else None
-        iteration = 0 if loop is None else step.iterations[loop] if loop < len(step.iterations) else 0
+    if worked_out and offset is not None:
         last = arrays_of(buffer)[0].num_bytes - moved.num_bytes
-        works_out = max(0, min(int(placed[2]) + int(placed[3]) * iteration, last))
-        if works_out != offset:
-            wrong = f"the copy {start.name} goes to byte {works_out} of its buffer where the program says {offset}" + (
-                f" (iteration {iteration})" if loop is not None else ""
-            )
+        goes_to = worked_out.byte(step.iterations, last)
+        if goes_to != offset:
+            inside_loop = f" (iteration {step.iterations[0]})" if step.iterations else ""
+            wrong = f"the copy {start.name} goes to byte {goes_to} of its buffer where the program says {offset}{inside_loop}"
     place = indices[0] if indices and isinstance(indices[0], int) else None
     return place, wrong
 
