@@ -51,7 +51,9 @@ def compiled(layers: int, *, double_buffered: bool = True, microbatches: int = 1
     weights = jax.ShapeDtypeStruct((layers, WIDTH, WIDTH), jnp.bfloat16)
     xs = jax.ShapeDtypeStruct((microbatches, ROWS, WIDTH), jnp.bfloat16)
     lowered = jax.jit(step, in_shardings=whole, out_shardings=whole).lower(weights, xs)
-    return lowered.compile(compiler_options=first if double_buffered else second).as_text()
+    text = lowered.compile(compiler_options=first if double_buffered else second).as_text()
+    assert text is not None
+    return text
 
 
 def problems(text: str) -> list[str]:

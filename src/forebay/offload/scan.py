@@ -93,10 +93,10 @@ def scan_layers(
     def forward(layers: Any, x: Any, constants: tuple[Any, ...]) -> tuple[Any, Any]:
         wanted = _Wanted.of(layers, x, constants)
         args = jax.tree.map(lambda p: p.value, (layers, x, constants), is_leaf=_is_custom_primal)
-        avals = [r.stored_avals(*args, wanted) for r in ranges]
+        avals = [r.stored_avals(*args, wanted=wanted) for r in ranges]
         # jax wants residuals of one structure from every trace: that of the one that stores most
         everything = _Wanted.everything(*args)
-        full = avals if wanted == everything else [r.stored_avals(*args, everything) for r in ranges]
+        full = avals if wanted == everything else [r.stored_avals(*args, wanted=everything) for r in ranges]
         most = sum(map(len, full))
         if sum(map(len, avals)) > most:
             wanted, avals = everything, full
@@ -116,6 +116,7 @@ def scan_layers(
         wanted, stored = trace.wanted, iter(stored)
         kept = [list(itertools.islice(stored, vjp.stored)) for vjp in trace.vjps]
         dx = [_instantiate(d) for d in _only(wanted.carry, dx)]
+        dx, kept = _not_before(dx, kept)
         dlayers = [jnp.zeros_like(w) for w in _only(wanted.layers, layers)]
         dconstants = [jnp.zeros_like(c) for c in _only(wanted.constants, constants)]
         for r, vjp, values in zip(reversed(ranges), reversed(trace.vjps), reversed(kept), strict=True):
@@ -211,7 +212,7 @@ class _Range:
     def stored_avals(self, layers: Any, x: Any, constants: tuple[Any, ...], wanted: _Wanted) -> Sequence[Any]:
         """What a layer stores for its backward pass: shapes, dtypes and memories."""
         layer = _one_layer_of(layers)
-        return jax.make_jaxpr(lambda *a: self._one_layer(*a, wanted)[1])(layer, x, constants).out_avals
+        return jax.make_jaxpr(lambda *a: self._one_layer(*a, wanted=wanted)[1])(layer, x, constants).out_avals
 
     def forward(
         self, layers: Any, x: Any, constants: tuple[Any, ...], wanted: _Wanted, buffers: list[jax.Array]
@@ -370,6 +371,22 @@ def _is_symbolic_zero(x: Any) -> bool:
 
 def _is_custom_primal(x: Any) -> bool:
     return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _not_before(dx: list[Any], kept: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
+    """The residuals of all ranges but the last, which cannot be fetched before the cotangents `dx` are there.
+
+    A scheduler that starts to fetch as early as it can would otherwise wait for them to be stored at the end
+    of the forward pass, with no work to store them behind.
+    """
+    *early, last = kept
+    held = [[v for v in values if _on_host(v)] for values in early]
+    if not any(held):
+        return dx, kept
+    dx, held = jax.lax.optimization_barrier((dx, held))
+    freed = [iter(values) for values in held]
+    early = [[next(f) if _on_host(v) else v for v in values] for f, values in zip(freed, early, strict=True)]
+    return dx, [*early, last]
 
 
 def _instantiate(cotangent: Any) -> Any:

@@ -31,7 +31,7 @@ def boundary_exposed_bytes(transfers: Sequence[Transfer]) -> int:
     These are of the layers next to the boundary between forward and backward pass, whose copies the compiler has
     taken out of the loops: each copy's bytes times what its window lacks of one.
     """
-    return round(sum(t.num_bytes * t.count * (1 - t.window) for t in transfers if t.where == "boundary"))
+    return round(sum(t.exposed_bytes for t in transfers if t.where == "boundary"))
 
 
 def layer_bytes(transfers: Sequence[Transfer]) -> int:

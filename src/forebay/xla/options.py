@@ -22,6 +22,7 @@ _WITHOUT = {
     "xla_gpu_enable_latency_hiding_scheduler": "collectives and copies do not overlap with arithmetic",
     "xla_gpu_enable_pipelined_host_offloading": "copies end in the layer that starts them",
     DOUBLE_BUFFERING: "what is fetched is copied once more on the device",
+    "xla_gpu_experimental_parallel_async_compute_limit": "copies between forward and backward pass wait for one another",
     PROFILE_OPTION: "copies from the host may wait until just before they are needed",
     "xla_gpu_memory_limit_slop_factor": "XLA counts host memory as device memory and may recompute to save it",
 }
@@ -39,6 +40,9 @@ _PROFILED_COPIES = 512
 """Names of copies in the profile, of each kind: XLA numbers them, and a few per tensor and range of layers occur."""
 
 _WRAPPED = ("wrapped_dynamic-slice", "wrapped_dynamic-update-slice")
+
+_COPIES_AT_ONCE = 32
+"""Copies between two loops that may be under way together: of every tensor of the two layers peeled off a loop."""
 
 HOST_COUNTED = 2
 """How often HloRematerialization counts a buffer in host memory: Llama 3.1 405B with 335.2 GiB on the host and
@@ -87,6 +91,8 @@ def compiler_options(
             "xla_gpu_enable_pipelined_host_offloading": True,
             DOUBLE_BUFFERING: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
             "xla_gpu_memory_limit_slop_factor": memory_limit_percent or _NO_LIMIT,
+            # copies that are outside of loops count as asynchronous kernels, of which 2 at a time are scheduled
+            "xla_gpu_experimental_parallel_async_compute_limit": _COPIES_AT_ONCE,
             # warnings about every instruction that the profile does not have
             "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
         }

@@ -41,6 +41,7 @@ class Transfer:
         window: the share of a layer's matrix and attention FLOPs between start and done, 0 to 1; the
             smallest where the copies differ.
         depth: how many loops the copy is in.
+        exposed_bytes: of all copies, each one's bytes times what its own window lacks of a layer's work.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Transfer:
     count: int
     window: float
     depth: int = 0
+    exposed_bytes: float = dataclasses.field(default=0.0, compare=False)
 
 
 def transfers(module: Module) -> list[Transfer]:
@@ -59,7 +61,12 @@ def transfers(module: Module) -> list[Transfer]:
     for t in _Reader(module).transfers():
         groups[t.name, t.stack, t.direction, t.where, t.num_bytes].append(t)
     merged = [
-        dataclasses.replace(same[0], count=sum(t.count for t in same), window=min(t.window for t in same))
+        dataclasses.replace(
+            same[0],
+            count=sum(t.count for t in same),
+            window=min(t.window for t in same),
+            exposed_bytes=sum(t.num_bytes * t.count * (1 - t.window) for t in same),
+        )
         for same in groups.values()
     ]
     return sorted(merged, key=lambda t: (t.direction, t.where != "loop", -t.num_bytes, t.name))
