@@ -205,3 +205,21 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "forebay"
+
+
+# ------------------------------------------------------------------ the verbs
+
+
+def test_forebay_train_refuses_before_it_makes_a_run(late_reads, monkeypatch, capsys, tmp_path):
+    from forebay.cli.main import main
+
+    monkeypatch.setattr(parity, "needs_check", lambda program: True)  # as on a device
+    text = tmp_path / "text.txt"
+    text.write_text("some text to train on\n" * 200)
+    run_dir = tmp_path / "run"
+    argv = ["train", "--data.path", str(text), "--run_dir", str(run_dir), "--placement", "query_proj=host",
+            "--batch", "8", "--seq", "64", "--steps", "200", "--sizes.layers", "2"]  # fmt: skip
+    assert main(argv) == EXIT_WRONG_NUMBERS
+    err = capsys.readouterr().err
+    assert err.startswith("forebay: offloading gives wrong numbers on cpu") and err.count("\n") == 1
+    assert not run_dir.exists()

@@ -255,3 +255,17 @@ def test_a_compile_reports_what_is_wrong(monkeypatch):
     whole = NamedSharding(make_mesh({}, compile_only_devices(get_hardware("gb200"), 1)), PartitionSpec())
     step = jax.jit(lambda x: x + 1, in_shardings=whole, out_shardings=whole)
     assert compile_step(step, (jax.ShapeDtypeStruct((8,), jnp.float32),)).violations == ("a loop is wrong",)
+
+
+def test_forebay_compile_ends_with_3_and_one_line(monkeypatch, capsys):
+    from forebay.cli.main import main
+    from forebay.errors import EXIT_WRONG_NUMBERS
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr("forebay.xla.invariants.wrong_places", lambda module: ["a loop is wrong", "another"])
+    argv = ["compile", "--hardware", "gb200", "--devices", "1", "--placement", "full", "--sizes.layers", "2"]
+    assert main([*argv, "--batch", "1", "--seq", "64", "--json"]) == EXIT_WRONG_NUMBERS
+    out, err = capsys.readouterr()
+    assert err.startswith("forebay: this build of XLA has compiled a step that computes wrong numbers: a loop is wrong")
+    assert "(and 1 more)" in err and err.count("\n") == 1
+    assert '"violations": [\n    "a loop is wrong"' in out

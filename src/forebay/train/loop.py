@@ -93,7 +93,10 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
     recorder.kept_step = done if config.resume else None
     # the options that `forebay compile` compiles with: what it says is said of this program
     device = program.sharding.mesh.devices.flat[0]
-    step_function = program.jit_step(run_options(program, machine_of(device)))
+    options, notes = run_options(program, machine_of(device))
+    for note in notes:
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    step_function = program.jit_step(options)
     try:
         with TrainingDisplay(console, config.steps, done) as display, _stop_signals() as stopped:
             recorder.show = display.update

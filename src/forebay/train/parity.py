@@ -75,7 +75,7 @@ def check_numbers(program: Program, progress: Callable[[str], None] = silent) ->
     """
     small = miniature(program)
     machine = machine_of(small.sharding.mesh.devices.flat[0])
-    options = run_options(small, machine)
+    options = run_options(small, machine)[0]
     subject = _subject(small, options)
     file = cache_dir() / "parity" / f"{_digest(subject)}.json"
     known = _from_first_process(_read(file, subject))
@@ -149,7 +149,7 @@ def differences(program: Program, options: Mapping[str, Any]) -> list[Difference
 
     machine = machine_of(program.sharding.mesh.devices.flat[0])
     ours = run(program, options)
-    expected = run(reference, run_options(reference, machine))
+    expected = run(reference, run_options(reference, machine)[0])
     relative = jax.jit(lambda a, b: jax.tree.map(_relative, a, b), out_shardings=replicated)(ours, expected)
     return [Difference(_leaf_name(path), float(value)) for path, value in jax.tree.leaves_with_path(relative)]
 

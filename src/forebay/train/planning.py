@@ -120,8 +120,9 @@ def compile_program(
     return Compiled(compiled, options, notes)
 
 
-def run_options(program: Program, hardware: Hardware | None) -> dict[str, Any]:
-    """Compiler options to run the program with on the devices there are, of `hardware` if that is known.
+def run_options(program: Program, hardware: Hardware | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Compiler options to run the program with on the devices there are, of `hardware` if that is known, and what
+    this build could not do of them.
 
     A program that moves activations is compiled and its copies are looked at first; they may need other options
     than the first choice.
@@ -130,11 +131,11 @@ def run_options(program: Program, hardware: Hardware | None) -> dict[str, Any]:
         WrongNumbersError: what was compiled cannot compute the right numbers.
     """
     if program.sharding.mesh.devices.flat[0].platform == "cpu" or not program.plan.offloads:
-        return step_options(program, hardware, deviceless=False)[0]
+        return step_options(program, hardware, deviceless=False)
     done = compile_program(program, hardware, deviceless=False)
     if done.compiled.violations:
         raise WrongNumbersError(explain_violations(done.compiled.violations))
-    return dict(done.options)
+    return dict(done.options), done.notes
 
 
 def step_options(
