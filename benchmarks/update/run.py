@@ -92,9 +92,7 @@ def main() -> None:
         weights = sum(local_bytes(program.abstract_state.weights, program.state_shardings.weights))
         moved = {d: [t for t in ours.transfers if t.direction == d] for d in ("d2h", "h2d")}
         total = {d: sum(t.num_bytes * t.count for t in ts) for d, ts in moved.items()}
-        both = {
-            d: sum(t.num_bytes * t.count * t.window for t in ts if t.where == "update") for d, ts in moved.items()
-        }
+        both = {d: sum(t.num_bytes * t.count * t.window for t in ts if t.where == "update") for d, ts in moved.items()}
         slices = 3 * slice_bytes(program)
         rows.append(
             {
@@ -118,7 +116,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         "Command: `.venv/bin/python benchmarks/update/run.py`. GiB per device. Bound: weights + gradients + three slices of both",
         "moments. Both ways: the share of the bytes in each direction that move while others move in the other.",
         "",
-        "| model | machine | devices | weights | gradients | 3 slices | bound | peak | peak, whole state at once | host | D2H both ways | H2D both ways |",
+        "| model | machine | devices | weights | gradients | 3 slices | bound | peak | peak, whole state at once "
+        "| host | D2H both ways | H2D both ways |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for r in rows:

@@ -5,7 +5,6 @@ Any optax optimizer whose update of an element depends on that element alone (Ad
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,7 +57,7 @@ def streamed_update(
     split = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
     g, c = jax.tree.leaves(gradients), [None] * len(leaves) if copies is None else jax.tree.leaves(copies)
     moments = _State(optimizer, state, treedef)
-    arrays = [
+    arrays: list[dict[str, Any]] = [
         {"gradient": g[i], "weight": w, **moments.of(i)} | ({} if c[i] is None else {"copy": c[i]})
         for i, w in enumerate(leaves)
     ]
@@ -67,7 +66,7 @@ def streamed_update(
     def at(updated: list[dict[str, Any] | None]) -> tuple[list[dict[str, Any]], Any]:
         """The update of the weights that are given; the others have no elements."""
         none = jnp.zeros((0,), jnp.float32)
-        given = [a or {name: none for name in arrays[i]} for i, a in enumerate(updated)]
+        given = [a or dict.fromkeys(arrays[i], none) for i, a in enumerate(updated)]
         tree = functools.partial(jax.tree.unflatten, treedef)
         new, new_state = update(
             tree([a["gradient"] for a in given]), moments.replaced(given), tree([a["weight"] for a in given])
@@ -237,5 +236,3 @@ def check_elementwise(optimizer: optax.GradientTransformation, weights: Any) -> 
                     f"the optimizer's update of one part of {leaf_name(path)} depends on other parts, so it cannot work on "
                     f"slices: {advice}"
                 )
-
-
