@@ -17,7 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from forebay.xla.flops import FlopCounter
-from forebay.xla.hlo import HOST_MEMORY_SPACE, Array, Instruction, Module, arrays_of
+from forebay.xla.hlo import Array, Instruction, Module, arrays_of
+from forebay.xla.origins import origins
 
 UNNAMED = "unnamed"
 HIDDEN_WINDOW = 0.9
@@ -27,7 +28,6 @@ SCOPE = re.compile(r"\b(?:save|load):([^/:]+):([\w.\-]+)")
 """The scope around a residual's storing and fetching: stack and name."""
 
 _MOVING = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice", "async")
-_TRANSPARENT = ("copy", "bitcast", "fusion", "dynamic-slice", "dynamic-update-slice", "async", "reshape", "transpose")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +56,23 @@ class Transfer:
 def transfers(module: Module) -> list[Transfer]:
     """All copies between device and host of a scheduled module, largest first within each direction."""
     groups: dict[tuple[str, str, str, str, int], list[Transfer]] = defaultdict(list)
-    for t in _Reader(module).transfers():
+    for _, t in _Reader(module).transfers():
         groups[t.name, t.stack, t.direction, t.where, t.num_bytes].append(t)
     merged = [
         dataclasses.replace(same[0], count=sum(t.count for t in same), window=min(t.window for t in same))
         for same in groups.values()
     ]
     return sorted(merged, key=lambda t: (t.direction, t.where != "loop", -t.num_bytes, t.name))
+
+
+def transfers_by_instruction(module: Module) -> dict[tuple[str, str], Transfer]:
+    """Each copy between device and host by the computation and the name of the instruction that starts it."""
+    return {(start.computation, start.name): transfer for start, transfer in _Reader(module).transfers()}
+
+
+def host_copies(module: Module) -> dict[tuple[str, str], int]:
+    """Bytes of each copy from host memory to host memory, by computation and name of its instruction."""
+    return {(c.start.computation, c.start.name): c.num_bytes for c, _ in _Reader(module).copies("h2h")}
 
 
 def host_copy_bytes(module: Module) -> int:
@@ -112,7 +122,7 @@ class _Reader:
                 if copy.direction in directions:
                     yield copy, times
 
-    def transfers(self) -> Iterator[Transfer]:
+    def transfers(self) -> Iterator[tuple[Instruction, Transfer]]:
         found = list(self.copies("d2h", "h2d"))
         layer_loops = self._layer_loops({copy.start.computation for copy, _ in found})
         layer_flops: dict[tuple[str, str], float] = {}
@@ -131,7 +141,8 @@ class _Reader:
             window = min(1.0, self._flops_between(copy) / layer) if layer else 0.0
             update = "optimizer/" in f"{copy.start.op_name}/"
             where = "update" if update else "loop" if in_loop else "boundary"
-            yield Transfer(name, stack, copy.direction, where, copy.num_bytes, times, window, self._depth(body))
+            depth = self._depth(body)
+            yield copy.start, Transfer(name, stack, copy.direction, where, copy.num_bytes, times, window, depth)
 
     def _layer_loops(self, bodies: set[str]) -> set[str]:
         """The loop bodies with copies in which no other such loop is nested."""
@@ -223,7 +234,7 @@ class _Reader:
 
     def _state_index(self, copy: _Copy) -> int | None:
         """The index in the loop's state of the host buffer that a copy reads or writes."""
-        for instruction in self._origins(copy.start):
+        for instruction in origins(self.module, copy.start):
             if instruction.computation != copy.start.computation:
                 return None
             if instruction.tuple_index is not None:
@@ -263,7 +274,7 @@ class _Reader:
 
     def _trail(self, copy: _Copy) -> list[Instruction]:
         ends = [copy.start] if copy.done is None else [copy.start, copy.done]
-        return [*ends, *self._origins(copy.start)]
+        return [*ends, *origins(self.module, copy.start)]
 
     def _scope_in(self, trail: list[Instruction]) -> tuple[str, str] | None:
         for instruction in trail:
@@ -275,44 +286,12 @@ class _Reader:
                     return scope[1], scope[2]
         return None
 
-    def _origins(self, instruction: Instruction) -> Iterator[Instruction]:
-        """What the first operand's value comes from, back through copies, tuples and loops."""
-        seen: set[tuple[str, str, int | None]] = set()
-        index: int | None = None
-        current: Instruction | None = instruction
-        while current is not None:
-            key = (current.computation, current.name, index)
-            if key in seen:
-                return
-            seen.add(key)
-            if current is not instruction:
-                yield current
-            operands = self.module.operands(current)
-            opcode = re.sub(r"-(start|done|update)$", "", current.opcode)
-            if current.tuple_index is not None:
-                current, index = operands[0], current.tuple_index
-            elif opcode == "tuple" and index is not None:
-                current, index = operands[index], None
-            elif opcode == "while" and index is not None:
-                current = self.module.root(current.called("body") or "")
-            elif opcode == "parameter" and current.computation in self.loops:
-                current = self.module.operands(self.loops[current.computation])[0]
-            elif opcode in _TRANSPARENT and operands:
-                hosts = [o for o in operands if any(_on_host(a) for a in arrays_of(o.shape))]
-                current = (hosts or operands)[0]
-            else:
-                return
-
-
-def _on_host(array: Array) -> bool:
-    return array.memory_space == HOST_MEMORY_SPACE
-
 
 def _on_host_only(instruction: Instruction) -> bool:
     """Whether the value is one buffer in host memory, perhaps being written, and not a loop's state."""
     arrays = arrays_of(instruction.shape)
-    writing = instruction.opcode.endswith("-start") and _on_host(arrays[0])
-    return writing or (len(arrays) == 1 and _on_host(arrays[0]))
+    writing = instruction.opcode.endswith("-start") and arrays[0].on_host
+    return writing or (len(arrays) == 1 and arrays[0].on_host)
 
 
 def _direction(results: list[Array], operands: list[Array]) -> tuple[str, list[Array]]:
@@ -321,8 +300,8 @@ def _direction(results: list[Array], operands: list[Array]) -> tuple[str, list[A
     Scalars are positions, not data: they are always on the device.
     """
     results, operands = [a for a in results if a.dims], [a for a in operands if a.dims]
-    host_results, host_operands = [a for a in results if _on_host(a)], [a for a in operands if _on_host(a)]
-    device_operands = [a for a in operands if not _on_host(a)]
+    host_results, host_operands = [a for a in results if a.on_host], [a for a in operands if a.on_host]
+    device_operands = [a for a in operands if not a.on_host]
     if host_results:
         return ("d2h", device_operands) if device_operands else ("h2h", host_operands)
     return ("h2d", results) if host_operands else ("", [])
