@@ -114,8 +114,8 @@ class Engine:
     def _share(self) -> list[tuple[Task, float]]:
         """The tasks that run and their speeds: 1 where they get the bandwidth that they want."""
         tasks = self.active()
-        if len(tasks) == 1:
-            return [(tasks[0], 1.0)]
+        if len(tasks) == 1 and tasks[0].host_rate <= self._host and tasks[0].hbm_rate <= self._hbm:
+            return [(tasks[0], 1.0)]  # most of the time
         # first the host's memory, which only the links to it use, then what they still want of the HBM
         granted = _max_min([t.host_rate for t in tasks], self._host)
         speeds = [g / t.host_rate if t.host_rate else 1.0 for t, g in zip(tasks, granted, strict=True)]

@@ -21,9 +21,9 @@ def summarise(run: Run, schedule: Schedule, hardware: Hardware, model_flops: flo
         model_flops: FLOPs of the model per device and step; by default those of the program less what it
             computes again.
     """
-    compute = dict.fromkeys(PHASES, 0.0)
-    flops = dict.fromkeys(PHASES, 0.0)
-    collective = dict.fromkeys(PHASES, 0.0)
+    compute: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    flops: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    collective: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     waiting: dict[str, float] = defaultdict(float)
     lanes: dict[str, float] = defaultdict(float)
     kinds: dict[str, float] = defaultdict(float)

@@ -15,8 +15,8 @@ from forebay.xla.hlo import Instruction, Module
 from forebay.xla.opcodes import COLLECTIVES, FREE, KNOWN, base
 from forebay.xla.origins import parameter_name
 from forebay.xla.remat import is_clone
-from forebay.xla.traffic import TrafficCounter
-from forebay.xla.windows import UNNAMED, host_copies, transfers_by_instruction
+from forebay.xla.traffic import TrafficCounter, outputs
+from forebay.xla.windows import UNNAMED, direction, host_copies, transfers_by_instruction
 
 type Phase = Literal["forward", "backward", "recompute", "optimizer", "compiler_remat"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recompute", "optimizer", "compiler_remat")
@@ -214,6 +214,11 @@ class _Reader:
             return Work("d2h" if transfer.direction == "d2h" else "h2d", link_bytes=transfer.num_bytes)
         if (copied := self.host_copies.get((i.computation, i.name))) is not None:
             return Work("h2h", link_bytes=copied)
+        if i.opcode.endswith("-start") and any(a.on_host for a in i.arrays):
+            # its end is not in the same computation, or it has none
+            towards, moved = direction(list(outputs(i)), [a for o in self.module.operands(i) for a in o.arrays])
+            if moved:
+                return Work(towards, link_bytes=max(a.num_bytes for a in moved))
         if i.opcode in ("send", "recv") and "is_host_transfer=true" in i.rest:
             moved = sum(a.num_bytes for a in i.arrays if a.dims)
             return Work("d2h" if i.opcode == "send" else "h2d", link_bytes=moved)

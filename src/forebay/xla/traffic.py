@@ -34,15 +34,14 @@ class TrafficCounter:
             total = sum(
                 share * self._bytes(o.arrays) for o, share in zip(operands, read, strict=False) if share and o.arrays
             )
-            outputs = _outputs(instruction)
-            for n, array in enumerate(outputs):
+            for n, array in enumerate(outputs(instruction)):
                 share = written[n] if n < len(written) else 1.0
                 total += share * self._bytes((array,))
             return total
         total = 0.0
         for operand, elements in self._reads(instruction, operands, _size(instruction), in_place=True):
             total += self._bytes(operand.arrays) * min(1.0, elements / max(1, _size(operand)))
-        return total + self._written(instruction, operands) * self._bytes(_outputs(instruction))
+        return total + self._written(instruction, operands) * self._bytes(outputs(instruction))
 
     def _bytes(self, arrays: tuple[Array, ...]) -> int:
         return sum(a.num_bytes for a in arrays if a.memory_space in self._spaces)
@@ -115,11 +114,13 @@ def _size(instruction: Instruction) -> int:
     return sum(math.prod(a.dims) for a in instruction.arrays)
 
 
-def _outputs(instruction: Instruction) -> tuple[Array, ...]:
+def outputs(instruction: Instruction) -> tuple[Array, ...]:
     """The arrays of the result; an asynchronous start's shape also lists its operands, then a context."""
-    if not instruction.opcode.endswith("-start"):
-        return instruction.arrays
     arrays = instruction.arrays
+    if not instruction.opcode.endswith("-start"):
+        return arrays
+    if instruction.opcode == "copy-start":  # the one that names its result first
+        return arrays[:1]
     context = arrays[-1:] and not arrays[-1].dims and len(arrays) > 1
     operands = len(arrays) - 1 - bool(context)
     return arrays[operands : operands + 1] if operands >= 0 else arrays

@@ -15,6 +15,7 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import Literal
 
 from forebay.xla.flops import FlopCounter
 from forebay.xla.hlo import Array, Instruction, Module, arrays_of
@@ -189,11 +190,11 @@ class _Reader:
             return None
         results = arrays_of(instruction.shape if done is None else done.shape)
         operands = [a for o in self.module.operands(instruction) for a in arrays_of(o.shape)]
-        direction, moved = _direction(results, operands)
+        towards, moved = direction(results, operands)
         if not moved:
             return None
         size = max(a.num_bytes for a in moved)
-        return _Copy(instruction, done, wraps, direction, size)
+        return _Copy(instruction, done, wraps, towards, size)
 
     def _done(self, start: Instruction) -> tuple[Instruction | None, bool]:
         """The end of an asynchronous operation, and whether it is in the next iteration of the loop."""
@@ -294,7 +295,7 @@ def _on_host_only(instruction: Instruction) -> bool:
     return writing or (len(arrays) == 1 and arrays[0].on_host)
 
 
-def _direction(results: list[Array], operands: list[Array]) -> tuple[str, list[Array]]:
+def direction(results: list[Array], operands: list[Array]) -> tuple[Literal["d2h", "h2d", "h2h", ""], list[Array]]:
     """Which way data goes, and the arrays that go; none for work that stays on the device.
 
     Scalars are positions, not data: they are always on the device.
