@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 from programs import CONDITION, START, WIDE, argument, hlo, kernel, loop, on_host, product, repeated, timeline, to_host
@@ -43,7 +44,7 @@ def test_saved_and_loaded(tmp_path):
 
 def test_unknown_keys_of_a_later_writer_are_passed_over():
     made = timeline(program(4000), WIDE)
-    data = made.to_json() | {"memory": [1, 2]}
+    data: dict[str, Any] = made.to_json() | {"memory": [1, 2]}
     data["exposed"][0]["colour"] = "red"
     assert Timeline.from_json(data) == made
 

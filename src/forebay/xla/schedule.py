@@ -217,7 +217,7 @@ class _Reader:
         if i.opcode.endswith("-start") and any(a.on_host for a in i.arrays):
             # its end is not in the same computation, or it has none
             towards, moved = direction(list(outputs(i)), [a for o in self.module.operands(i) for a in o.arrays])
-            if moved:
+            if towards and moved:
                 return Work(towards, link_bytes=max(a.num_bytes for a in moved))
         if i.opcode in ("send", "recv") and "is_host_transfer=true" in i.rest:
             moved = sum(a.num_bytes for a in i.arrays if a.dims)

@@ -1,0 +1,172 @@
+"""The timeline against published results: the same step with activations recomputed and offloaded, compiled only.
+
+    .venv/bin/python benchmarks/timeline/run.py [--only NAME] [--speed]
+
+Nothing runs on a device. Each side of a case is a whole training step, compiled for machines that are not
+there in a process of its own, and its timeline is simulated with the default efficiencies of
+`forebay.timeline.Efficiency`: from datasheets and kernel benchmarks, none of them from these results. What a
+published result leaves open is assumed, and said. Both sides get the same compiler options (those with
+which forebay compiles a step that offloads, without XLA's memory limit, so that neither side is
+rematerialised by the compiler); `as forebay compiles` is the other comparison, each side with its own.
+
+GPU attention is compiled with cuDNN's kernels, as users run it: it needs the extra `aot-cudnn`.
+Results go to `results.md` and `results.json` beside this file.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A published comparison. `before` and `after` are placements; `reported` is the ratio of step times."""
+
+    name: str
+    title: str
+    reported: float
+    model: str
+    hardware: str
+    devices: int
+    batch: int
+    seq: int
+    before: str
+    after: str
+    known: str
+    assumed: str
+    sizes: tuple[str, ...] = ()
+
+
+CASES = (
+    Case(
+        "405b-gb200", "Llama 3.1 405B, GB200: offload against recompute, fixed configuration", 1.029, "llama3.1-405b",
+        "gb200", 128, 128, 8192, "full", "qkv_proj_offloaded", "model, machine, that only the placement differs",
+        "128 GPUs, FSDP over all, one sequence of 8192 tokens each, bfloat16; query, key and value offloaded (as in the "
+        "other Llama results; what was offloaded is not public)",
+    ),
+    Case(
+        "70b-h200", "Llama 3.3 70B, 8 H200: query, key and value offloaded against full recompute", 1.069,
+        "llama3.1-70b", "h200", 8, 8, 4096, "full", "qkv_proj_offloaded", "model, machines, what is offloaded",
+        "FSDP over 8, one sequence of 4096 tokens each, bfloat16; Llama 3.1 70B, the same architecture",
+    ),
+    Case(
+        "70b-b300", "Llama 3.3 70B, 8 B300: the same", 1.03, "llama3.1-70b", "b300", 8, 8, 4096, "full",
+        "qkv_proj_offloaded", "model, machines, what is offloaded",
+        "as above; a B300 is a GB300's GPU behind PCIe 5, 8 of them on NVLink",
+    ),
+    Case(
+        "13b-v5p", "Llama 2 13B, TPU v5p: offload against full recompute", 1.05, "llama3.1-8b", "v5p", 8, 32, 4096,
+        "full", "qkv_proj_offloaded", "model, machine",
+        "8 chips, FSDP, four sequences of 4096 tokens each; query, key and value offloaded",
+        ("vocab=32000", "embed=5120", "layers=40", "heads=40", "kv_heads=40", "mlp=13824"),
+    ),
+)  # fmt: skip
+
+B300 = """
+[b300]
+base = "b200"
+title = "NVIDIA B300 SXM, 8 to a host"
+hbm_bytes = 297_021_079_552
+hbm_bytes_per_s = 7.928064e12
+flops_per_s = { bf16 = 2.5e15, fp8 = 5.0e15, tf32 = 1.25e15 }
+
+[b300.interconnect]
+network_bytes_per_s = 100e9
+"""
+"""The GPU as in `forebay hardware gb300`, the host as in b200; the compiler's target is b200's."""
+
+
+def one(case: Case, placement: str, same: bool) -> None:
+    """Compiles and simulates one side of a case in this process and prints its row as JSON."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from forebay.hardware import get_hardware
+    from forebay.timeline import timeline
+    from forebay.train.config import ProgramConfig
+    from forebay.train.planning import step_options
+    from forebay.train.program import make_program
+    from forebay.xla.compile import compile_hidden
+    from forebay.xla.options import compiler_options
+    from forebay.xla.topology import compile_only_devices
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "machines.toml"
+        file.write_text(B300)
+        os.environ["FOREBAY_HARDWARE"] = str(file)
+        machine = get_hardware(case.hardware)
+        sizes = {k: int(v) for k, _, v in (s.partition("=") for s in case.sizes)}
+        config = ProgramConfig(
+            model=case.model, sizes=sizes, batch=case.batch, seq=case.seq, placement=placement,
+            attention="cudnn" if machine.platform == "cuda" else "auto",
+        )  # fmt: skip
+        program = make_program(config, compile_only_devices(machine, case.devices))
+        options, _ = step_options(program, machine, deviceless=True)
+        if same:
+            options = compiler_options(machine.platform, deviceless=True, offloads=True)
+        hlo = Path(folder) / "step.hlo"
+        compiled, _ = compile_hidden(
+            program.jit_step(), (program.abstract_state, program.abstract_batch), options,
+            judged=machine.platform == "cuda", save_hlo=hlo,
+        )  # fmt: skip
+        if keep := os.environ.get("KEEP_HLO"):
+            Path(keep, f"{case.name}-{placement}-{same}.hlo").write_text(hlo.read_text())
+        start = time.process_time()
+        made = timeline(hlo, machine, model_flops=program.flops_per_step / case.devices)
+        seconds = time.process_time() - start
+    print(json.dumps({
+        "case": case.name, "placement": placement, "same_options": same, "step_time_s": made.step_time_s,
+        "tflops_per_device": made.tflops_per_device, "mfu": made.mfu, "compute_s": dict(made.compute_s),
+        "waiting_s": dict(made.waiting_s), "collective_s": dict(made.collective_s), "kinds": dict(made.kinds),
+        "hardware_flops": made.hardware_flops, "unknown_share": made.unknown_share,
+        "device_bytes": compiled.device.total, "host_bytes": compiled.host.total, "remat_clones": compiled.remat.count,
+        "timeline_cpu_s": seconds, "versions": dict(compiled.versions), "assumptions": list(made.assumptions),
+    }))  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=None, help="one case; the other rows stay as they are")
+    parser.add_argument("--side", nargs=3, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--write", action="store_true", help="write the table from the stored rows")
+    arguments = parser.parse_args()
+    cases = {c.name: c for c in CASES}
+    if arguments.side:
+        name, placement, same = arguments.side
+        one(cases[name], placement, same == "same")
+        return
+    stored = HERE / "results.json"
+    rows: list[dict[str, Any]] = json.loads(stored.read_text()) if stored.is_file() else []
+    for case in () if arguments.write else CASES:
+        if arguments.only not in (None, case.name):
+            continue
+        rows = [r for r in rows if r["case"] != case.name]
+        # a TPU step has no options to share
+        for same in ("same", "own") if case.hardware[0] != "v" else ("own",):
+            for placement in (case.before, case.after):
+                command = [sys.executable, __file__, "--side", case.name, placement, same]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode:
+                    sys.exit(done.stderr[-3000:])
+                rows.append(json.loads(done.stdout.splitlines()[-1]))
+                print(case.name, placement, same, f"{rows[-1]['step_time_s']:.3f} s", flush=True)
+                stored.write_text(json.dumps(rows, indent=1) + "\n")
+    write(rows)
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    from table import table  # beside this file
+
+    (HERE / "results.md").write_text(table(CASES, rows))
+
+
+if __name__ == "__main__":
+    main()
