@@ -1,6 +1,7 @@
 """The timeline against published results: the same step with activations recomputed and offloaded, compiled only.
 
-    .venv/bin/python benchmarks/timeline/run.py [--only NAME] [--speed]
+    .venv/bin/python benchmarks/timeline/run.py [--only NAME]
+    KEEP_HLO=DIR .venv/bin/python benchmarks/timeline/run.py ... --again DIR     # after a change of the model
 
 Nothing runs on a device. Each side of a case is a whole training step, compiled for machines that are not
 there in a process of its own, and its timeline is simulated with the default efficiencies of
@@ -44,6 +45,8 @@ class Case:
     known: str
     assumed: str
     sizes: tuple[str, ...] = ()
+    state: str = "float32"
+    """The dtype of weights, gradients and optimizer state."""
 
 
 CASES = (
@@ -55,13 +58,16 @@ CASES = (
     ),
     Case(
         "70b-h200", "Llama 3.3 70B, 8 H200: query, key and value offloaded against full recompute", 1.069,
-        "llama3.1-70b", "h200", 8, 8, 4096, "full", "qkv_proj_offloaded", "model, machines, what is offloaded",
-        "FSDP over 8, one sequence of 4096 tokens each, bfloat16; Llama 3.1 70B, the same architecture",
+        "llama3.1-70b", "h200", 8, 8, 8192, "full", "qkv_proj_offloaded", "model, machines, what is offloaded",
+        "FSDP over 8, one sequence of 8192 tokens each; Llama 3.1 70B, the same architecture; weights, gradients and "
+        "moments in bfloat16, because in float32 they alone are 131 of the 127 GiB that XLA may use",
+        state="bfloat16",
     ),
     Case(
-        "70b-b300", "Llama 3.3 70B, 8 B300: the same", 1.03, "llama3.1-70b", "b300", 8, 8, 4096, "full",
+        "70b-b300", "Llama 3.3 70B, 8 B300: the same", 1.03, "llama3.1-70b", "b300", 8, 8, 8192, "full",
         "qkv_proj_offloaded", "model, machines, what is offloaded",
         "as above; a B300 is a GB300's GPU behind PCIe 5, 8 of them on NVLink",
+        state="bfloat16",
     ),
     Case(
         "13b-v5p", "Llama 2 13B, TPU v5p: offload against full recompute", 1.05, "llama3.1-8b", "v5p", 8, 32, 4096,
@@ -89,8 +95,8 @@ def one(case: Case, placement: str, same: bool) -> None:
     """Compiles and simulates one side of a case in this process and prints its row as JSON."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from forebay.hardware import get_hardware
-    from forebay.timeline import timeline
+    import jax
+
     from forebay.train.config import ProgramConfig
     from forebay.train.planning import step_options
     from forebay.train.program import make_program
@@ -99,16 +105,18 @@ def one(case: Case, placement: str, same: bool) -> None:
     from forebay.xla.topology import compile_only_devices
 
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "machines.toml"
-        file.write_text(B300)
-        os.environ["FOREBAY_HARDWARE"] = str(file)
-        machine = get_hardware(case.hardware)
+        machine = machine_of(case)
         sizes = {k: int(v) for k, _, v in (s.partition("=") for s in case.sizes)}
         config = ProgramConfig(
             model=case.model, sizes=sizes, batch=case.batch, seq=case.seq, placement=placement,
             attention="cudnn" if machine.platform == "cuda" else "auto",
         )  # fmt: skip
         program = make_program(config, compile_only_devices(machine, case.devices))
+        if case.state != "float32":
+            shapes = program.abstract_state  # what `Program` makes of float32 shapes, cast
+            vars(program)["abstract_state"] = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, case.state if x.ndim else x.dtype), shapes
+            )
         options, _ = step_options(program, machine, deviceless=True)
         if same:
             options = compiler_options(machine.platform, deviceless=True, offloads=True)
@@ -117,26 +125,47 @@ def one(case: Case, placement: str, same: bool) -> None:
             program.jit_step(), (program.abstract_state, program.abstract_batch), options,
             judged=machine.platform == "cuda", save_hlo=hlo,
         )  # fmt: skip
-        if keep := os.environ.get("KEEP_HLO"):
-            Path(keep, f"{case.name}-{placement}-{same}.hlo").write_text(hlo.read_text())
-        start = time.process_time()
-        made = timeline(hlo, machine, model_flops=program.flops_per_step / case.devices)
-        seconds = time.process_time() - start
+        if folder := os.environ.get("KEEP_HLO"):
+            Path(folder, f"{case.name}-{placement}-{same}.hlo").write_text(hlo.read_text())
+        row = simulated(hlo, machine, program.flops_per_step / case.devices)
     print(json.dumps({
-        "case": case.name, "placement": placement, "same_options": same, "step_time_s": made.step_time_s,
+        "case": case.name, "placement": placement, "same_options": same, **row,
+        "device_bytes": compiled.device.total, "host_bytes": compiled.host.total, "remat_clones": compiled.remat.count,
+        "versions": dict(compiled.versions),
+    }))  # fmt: skip
+
+
+def machine_of(case: Case) -> Any:
+    """The case's machine, B300 included."""
+    from forebay.hardware import get_hardware
+
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(B300)
+        file.flush()
+        os.environ["FOREBAY_HARDWARE"] = file.name
+        return get_hardware(case.hardware)
+
+
+def simulated(hlo: Path, machine: Any, model_flops: float) -> dict[str, Any]:
+    """What a row says of a step's timeline."""
+    from forebay.timeline import timeline
+
+    start = time.process_time()
+    made = timeline(hlo, machine, model_flops=model_flops)
+    return {
+        "model_flops": model_flops, "timeline_cpu_s": time.process_time() - start, "step_time_s": made.step_time_s,
         "tflops_per_device": made.tflops_per_device, "mfu": made.mfu, "compute_s": dict(made.compute_s),
         "waiting_s": dict(made.waiting_s), "collective_s": dict(made.collective_s), "kinds": dict(made.kinds),
         "hardware_flops": made.hardware_flops, "unknown_share": made.unknown_share,
-        "device_bytes": compiled.device.total, "host_bytes": compiled.host.total, "remat_clones": compiled.remat.count,
-        "timeline_cpu_s": seconds, "versions": dict(compiled.versions), "assumptions": list(made.assumptions),
-    }))  # fmt: skip
+        "assumptions": list(made.assumptions),
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=None, help="one case; the other rows stay as they are")
     parser.add_argument("--side", nargs=3, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="write the table from the stored rows")
+    parser.add_argument("--again", default=None, metavar="DIR", help="do not compile, simulate the HLO kept in DIR")
     arguments = parser.parse_args()
     cases = {c.name: c for c in CASES}
     if arguments.side:
@@ -145,7 +174,12 @@ def main() -> None:
         return
     stored = HERE / "results.json"
     rows: list[dict[str, Any]] = json.loads(stored.read_text()) if stored.is_file() else []
-    for case in () if arguments.write else CASES:
+    if arguments.again:
+        for row in rows:
+            hlo = Path(arguments.again, f"{row['case']}-{row['placement']}-{row['same_options']}.hlo")
+            row |= simulated(hlo, machine_of(cases[row["case"]]), row["model_flops"])
+        stored.write_text(json.dumps(rows, indent=1) + "\n")
+    for case in () if arguments.again else CASES:
         if arguments.only not in (None, case.name):
             continue
         rows = [r for r in rows if r["case"] != case.name]

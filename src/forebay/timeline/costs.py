@@ -16,36 +16,35 @@ from forebay.xla.schedule import Collective, Work
 class Efficiency:
     """What is reached of a machine's rates, by kind of operation, and what each operation costs besides.
 
+    "Unverified" marks a default for which no public figure was found; docs/timeline.md has the list as a table.
+
     Attributes:
-        matmul: of the peak arithmetic, in matrix products and convolutions. 0.78: the best shapes of
-            8192-cubed and about reach 80.3 % on H100 and H200, 77.6 % on B200 and 85.9 % on A100
-            (stas00/ml-engineering, compute/accelerator, maximum achievable matmul FLOPS).
-        attention_forward: of the peak, in fused attention. 0.60: cuDNN with head dimension 128 at 8k and
-            16k reaches 600 of 989 TFLOP/s on H100 (arXiv:2407.08608, figure 5).
-        attention_backward: 0.50: the same paper's figure 6, about 500 to 560 of 989.
-        hbm: of the HBM bandwidth, in kernels that only move data. 0.90: STREAM-like copies on A100 and
-            H100 reach 88 to 93 % (BabelStream).
-        interconnect: of the links within a domain, large messages. 0.80: all-gathers on 8 H100 reach about
-            360 of 450 GB/s (nccl-tests without in-network reduction).
-        network: of the network port between domains. 0.90: about 45 of 50 GB/s a 400 Gb/s port (nccl-tests).
-        host_link: of a link between device and host of which only the nominal rate is known. 0.86: 55 of
-            64 GB/s on PCIe 5 (`forebay hardware h100`). A measured rate is used as it is.
-        host_memory: of the CPU's memory bandwidth. 0.80: STREAM on Grace and Xeon, 75 to 85 %.
-        kernel_s: added to each kernel: launch and the ramps at both ends. 2 us on a GPU (NVIDIA, "Getting
-            started with CUDA graphs": a kernel of 2.9 us takes 3.4 us in a graph and 3.8 us launched one by
-            one; two of four figures of that size here), nothing on a TPU, which runs one program.
-        hop_s: added to a collective for each doubling of its group (the tree's depth, which bounds what small
-            messages take). 3 us in a domain.
-        network_hop_s: the same where the group crosses domains. 8 us.
-        copy_s: added to each copy between device and host. 5 us.
+        matmul: of the peak arithmetic, in matrix products and convolutions. The best shapes reach 80.3 % on
+            H100 and H200, 77.6 % on B200 and 85.9 % on A100 (stas00/ml-engineering, compute/accelerator,
+            maximum achievable matmul FLOPS).
+        attention_forward: of the peak, in fused attention. With head dimension 128 at 8k and 16k cuDNN reaches
+            595 to 600 of 989 TFLOP/s on H100 (arXiv:2407.08608), FlashAttention-3 614 to 621
+            (pytorch/benchmark#2391).
+        attention_backward: the same of its gradient. Unverified.
+        hbm: of the HBM bandwidth, in kernels that only move data. Unverified; the planner's.
+        interconnect: of the links within a domain, large messages. An all-gather on 8 H100 reaches 360 of
+            450 GB/s, which is what NVIDIA expects (NVIDIA/nccl-tests#326).
+        network: of the port to other domains. 46 to 48 GB/s of a 400 Gb/s port (NVIDIA/nccl-tests#290).
+        host_link: of a link between device and host of which only the nominal rate is known: 55 of 64 GB/s on
+            PCIe 5 (`forebay hardware h100`). A measured rate is used as it is.
+        host_memory: of the bandwidth of a CPU's memory. Unverified.
+        kernel_s: added to each kernel on a GPU: the ramps at both ends, launches being hidden. Unverified.
+        hop_s, network_hop_s: added to a collective for each doubling of its group, within a domain and
+            across. Unverified.
+        copy_s: added to each copy between device and host. Unverified.
     """
 
     matmul: float = 0.78
     attention_forward: float = 0.60
     attention_backward: float = 0.50
-    hbm: float = 0.90
+    hbm: float = 0.85
     interconnect: float = 0.80
-    network: float = 0.90
+    network: float = 0.94
     host_link: float = 0.86
     host_memory: float = 0.80
     kernel_s: float = 2e-6

@@ -1,11 +1,15 @@
 """Where a value comes from, back through copies, slices, tuples and loops."""
 
+import itertools
 import re
 from collections.abc import Iterator
 
 from forebay.xla.hlo import Instruction, Module
 
 _TRANSPARENT = ("copy", "bitcast", "fusion", "dynamic-slice", "dynamic-update-slice", "async", "reshape", "transpose")
+_ENDING = re.compile(r"-(start|done|update)$")
+_FARTHEST = 64
+"""Steps from an argument to what is made of it alone; more is a program that computes."""
 
 
 def origins(module: Module, instruction: Instruction) -> Iterator[Instruction]:
@@ -21,7 +25,7 @@ def origins(module: Module, instruction: Instruction) -> Iterator[Instruction]:
         if current is not instruction:
             yield current
         operands = module.operands(current)
-        opcode = re.sub(r"-(start|done|update)$", "", current.opcode)
+        opcode = _ENDING.sub("", current.opcode)
         if current.tuple_index is not None:
             current, index = operands[0], current.tuple_index
         elif opcode == "tuple" and index is not None:
@@ -38,10 +42,16 @@ def origins(module: Module, instruction: Instruction) -> Iterator[Instruction]:
 
 
 def parameter_name(module: Module, instruction: Instruction) -> str | None:
-    """The name, in the traced program, of the module's argument that the first operand is (a part of)."""
+    """The name, in the traced program, of the module's argument that the first operand is, or is a part of.
+
+    None where it is computed from several arrays.
+    """
     operands = module.operands(instruction)
     if not operands:
         return None
-    trail = [operands[0], *origins(module, operands[0])]
-    last = trail[-1]
-    return last.op_name if last.opcode == "parameter" and last.computation == module.entry and last.op_name else None
+    for step in itertools.chain(operands[:1], itertools.islice(origins(module, operands[0]), _FARTHEST)):
+        if step.opcode == "fusion" and sum(any(a.dims for a in o.arrays) for o in module.operands(step)) > 1:
+            return None
+        if step.opcode == "parameter" and step.computation == module.entry:
+            return step.op_name or None
+    return None

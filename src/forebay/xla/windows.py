@@ -28,6 +28,9 @@ HIDDEN_WINDOW = 0.9
 SCOPE = re.compile(r"\b(?:save|load):([^/:]+):([\w.\-]+)")
 """The scope around a residual's storing and fetching: stack and name."""
 
+_FARTHEST = 256
+"""Steps back from a copy beyond which a scope is not its own."""
+
 _MOVING = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice", "async")
 
 
@@ -274,8 +277,15 @@ class _Reader:
         return self._scopes[copy.start]
 
     def _trail(self, copy: _Copy) -> list[Instruction]:
-        ends = [copy.start] if copy.done is None else [copy.start, copy.done]
-        return [*ends, *origins(self.module, copy.start)]
+        """The copy and where its value comes from: as far as its name and its buffer can be told from that."""
+        trail = [copy.start] if copy.done is None else [copy.start, copy.done]
+        named = self._scope_in(trail) is not None
+        for step in itertools.islice(origins(self.module, copy.start), _FARTHEST):
+            trail.append(step)
+            named = named or self._scope_in([step]) is not None
+            if named and not any(a.on_host for a in step.arrays):
+                break
+        return trail
 
     def _scope_in(self, trail: list[Instruction]) -> tuple[str, str] | None:
         for instruction in trail:
