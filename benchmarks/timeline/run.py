@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from table import table
+
 HERE = Path(__file__).parent
 
 
@@ -197,9 +199,8 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    from table import table  # beside this file
-
-    (HERE / "results.md").write_text(table(CASES, rows))
+    speed = HERE / "speed.json"
+    (HERE / "results.md").write_text(table(CASES, rows, json.loads(speed.read_text()) if speed.is_file() else []))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@
 
 The made program is a step whose layers are not in a loop: blocks of all-gathers, products in fusions,
 elementwise kernels and copies to the host, with metadata and back-end configurations as long as XLA's, until the
-text has the size. It is worse than a step in a loop, where little text is run often. Prints one line each.
+text has the size. It is worse than a step in a loop, where little text is run often. Results go to `speed.json`,
+which `run.py` puts into `results.md`.
 """
 
 import argparse
+import json
 import resource
 import subprocess
 import sys
@@ -66,24 +68,26 @@ def made(size_bytes: int) -> str:
         layer += 1
     head = "HloModule made, is_scheduled=true, num_partitions=8\n\n"
     body = "\n".join(f"  {line}" for line in entry)
-    return head + "\n".join(fused) + f"\nENTRY %main (x: bf16[8192,4096]) -> bf16[8192,4096] {{\n{body}\n" + (
-        f"  ROOT %end = bf16[8192,4096]{{1,0}} copy(%act.{layer - 1})\n}}\n"
+    return (
+        head
+        + "\n".join(fused)
+        + f"\nENTRY %main (x: bf16[8192,4096]) -> bf16[8192,4096] {{\n{body}\n"
+        + (f"  ROOT %end = bf16[8192,4096]{{1,0}} copy(%act.{layer - 1})\n}}\n")
     )
 
 
 def measure(file: str, hardware: str) -> None:
-    """In this process: CPU seconds from the file to the timeline, and the most memory."""
+    """In this process: CPU seconds from the file to the timeline, and the most memory, as JSON."""
     from forebay.timeline.build import timeline
 
     before, start = time.process_time(), time.perf_counter()
     result = timeline(file, hardware)
-    cpu, wall = time.process_time() - before, time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    size = Path(file).stat().st_size / 2**20
-    print(
-        f"{size:.1f} MiB of HLO: {cpu:.2f} s CPU, {wall:.2f} s, peak {peak:.0f} MiB, {len(result.spans)} intervals, "
-        f"a step of {result.step_time_s:.3f} s"
-    )
+    row = {
+        "mib": Path(file).stat().st_size / 2**20, "cpu_s": time.process_time() - before,
+        "wall_s": time.perf_counter() - start, "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "intervals": len(result.spans), "step_time_s": result.step_time_s,
+    }  # fmt: skip
+    print(json.dumps(row))
 
 
 def main() -> None:
@@ -99,9 +103,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "made.hlo"
         file.write_text(made(int(arguments.size_mib * 2**20)))
-        for path in filter(None, (arguments.hlo, str(file))):
+        rows = []
+        for what, path in ((arguments.hlo, arguments.hlo), ("a made step without loops", str(file))):
+            if path is None:
+                continue
             command = [sys.executable, __file__, path, "--hardware", arguments.hardware, "--measure"]
-            print(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip(), flush=True)
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            rows.append({"what": what if path == str(file) else Path(path).stem} | json.loads(done.stdout))
+            print(rows[-1], flush=True)
+    (HERE / "speed.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
