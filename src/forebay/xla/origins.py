@@ -34,11 +34,27 @@ def origins(module: Module, instruction: Instruction) -> Iterator[Instruction]:
             current = module.root(current.called("body") or "")
         elif opcode == "parameter" and current.computation in module.loops:
             current = module.operands(module.loops[current.computation])[0]
+        elif opcode == "fusion" and (source := single_source(module, current, index or 0)) is not None:
+            current, index = source, None
         elif opcode in _TRANSPARENT and operands:
             hosts = [o for o in operands if any(a.on_host for a in o.arrays)]
             current = (hosts or operands)[0]
         else:
             return
+
+
+def single_source(module: Module, fusion: Instruction, index: int) -> Instruction | None:
+    """The operand from which alone a fusion makes its result number `index`; None if it takes several arrays."""
+    current = module.root(fusion.called("calls") or "")
+    operands = module.operands(fusion)
+    if current is not None and current.opcode == "tuple":
+        results = module.operands(current)
+        current = results[index] if index < len(results) else None
+    while current is not None and current.opcode != "parameter":
+        arrays = [o for o in module.operands(current) if any(a.dims for a in o.arrays)]
+        current = arrays[0] if len(arrays) == 1 else None
+    number = -1 if current is None else int(current.rest.partition(")")[0])
+    return operands[number] if 0 <= number < len(operands) else None
 
 
 def parameter_name(module: Module, instruction: Instruction) -> str | None:
@@ -50,7 +66,9 @@ def parameter_name(module: Module, instruction: Instruction) -> str | None:
     if not operands:
         return None
     for step in itertools.chain(operands[:1], itertools.islice(origins(module, operands[0]), _FARTHEST)):
-        if step.opcode == "fusion" and sum(any(a.dims for a in o.arrays) for o in module.operands(step)) > 1:
+        if step.opcode == "fusion" and not any(
+            single_source(module, step, n) is not None for n in range(len(step.arrays))
+        ):
             return None
         if step.opcode == "parameter" and step.computation == module.entry:
             return step.op_name or None
