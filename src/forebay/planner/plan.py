@@ -124,7 +124,7 @@ class Plan:
 
         Raises:
             UserError: made for another model; a layer without a placement; a tensor that its stack
-                does not carry; optimizer or parameter offload, which the trainer cannot do.
+                does not carry.
         """
         if self.model is not None and model is not None and self.model.fingerprint != model.fingerprint:
             raise UserError(
@@ -141,14 +141,6 @@ class Plan:
                         f"unknown tensor {tensor!r}: no activation of {', '.join(map(repr, lacking))} carries that name: "
                         f"{did_you_mean(tensor, names)}"
                     )
-        for what, fraction in (
-            ("optimizer state", self.optimizer_host_fraction),
-            ("parameters", self.parameters_host_fraction),
-        ):
-            if fraction:
-                raise UserError(
-                    f"the plan keeps {fraction:.0%} of the {what} on the host, which is not supported: set it to 0"
-                )
         return self
 
     def to_json(self) -> dict[str, Any]:

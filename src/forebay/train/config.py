@@ -47,6 +47,13 @@ class ProgramConfig:
             everything), tensor=device|host|recompute, or both, as in "full,context=host"; ranges of layers as in
             "minimal_offloaded@0:28;minimal@28:32". Empty leaves it to plan.
         plan: a plan file, or auto, which plans for the machine; not used where there is a placement.
+        optimizer_host_fraction: the share of the optimizer state that lives in host memory, 0 to 1; it comes in and goes
+            out by slices during the update. Without it the plan says.
+        parameters_host_fraction: the same for the layers' weights, which come in layer by layer, and whose gradients
+            go out. Without it the plan says.
+        master_weights: where float32 master weights live beside working weights in the compute dtype: host or
+            device; empty is float32 weights alone.
+        accumulate_on: where the sum of the microbatches' gradients lives, device or host.
         dtype: compute dtype; weights and optimizer state are float32.
         attention: attention kernel: auto, cudnn, splash or blockwise.
         loss_chunking: how the loss avoids whole logits: auto, tokens or vocab.
@@ -62,6 +69,10 @@ class ProgramConfig:
     accumulate: int = 1
     placement: str = ""
     plan: str = "auto"
+    optimizer_host_fraction: float | None = None
+    parameters_host_fraction: float | None = None
+    master_weights: str = ""
+    accumulate_on: str = "device"
     dtype: str = "bfloat16"
     attention: str = "auto"
     loss_chunking: str = "auto"

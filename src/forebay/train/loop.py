@@ -1,7 +1,6 @@
 """The training loop: state and data in, steps, validation, checkpoints, artefacts out."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -28,7 +27,7 @@ from forebay.train.planning import step_options
 from forebay.train.program import Program
 from forebay.train.run_config import TrainConfig, to_yaml
 from forebay.train.sample import sample
-from forebay.train.state import TrainState, initial_state
+from forebay.train.state import TrainState
 
 
 class NonFiniteLossError(UserError):
@@ -280,9 +279,8 @@ def _record_run(config: TrainConfig, program: Program, done: int) -> None:
 def _first_state(config: TrainConfig, program: Program) -> TrainState:
     if config.weights is None:
         return program.init(jax.random.key(config.seed))
-    weights = program.model.load_hugging_face(config.weights, shardings=program.state_shardings.weights)
-    make = functools.partial(initial_state, program.optimizer)
-    return jax.jit(make, out_shardings=program.state_shardings)(weights)
+    shardings = program.state_shardings.weights if program.hosted.master is None else program.state_shardings.master
+    return program.state_of(program.model.load_hugging_face(config.weights, shardings=shardings))
 
 
 def _validation_batches(config: TrainConfig, processes: dict[str, int]) -> list[Any]:

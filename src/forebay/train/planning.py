@@ -108,7 +108,8 @@ def compile_program(
     options, notes = step_options(program, hardware, deviceless=deviceless, memory_fraction=memory_fraction, step=step)
     compiled, options = compile_hidden(
         step, (program.abstract_state, program.abstract_batch), options,
-        judged=hardware.platform == "cuda", weight_shapes=program.local_weight_shapes(), save_hlo=save_hlo,
+        judged=hardware.platform == "cuda", weight_shapes=program.local_weight_shapes(), hosted=program.hosted_arguments(),
+        save_hlo=save_hlo,
     )  # fmt: skip
     return Compiled(compiled, options, notes)
 
@@ -127,18 +128,18 @@ def step_options(
     """
     platform = program.sharding.mesh.devices.flat[0].platform
     limit_percent = None
-    if program.plan.offloads and hardware is not None and hardware.platform == "cuda":
+    if program.offloads and hardware is not None and hardware.platform == "cuda":
         step, args = step or program.jit_step(), (program.abstract_state, program.abstract_batch)
         limit_percent = memory_limit_percent(
             hardware.hbm_bytes,
             hardware.usable_hbm_bytes(memory_fraction),
-            argument_bytes(args, (program.state_shardings, program.batch_shardings)),
+            argument_bytes(args, (program.state_shardings, program.batch_shardings), program.hosted_arguments()[0]),
             offloaded_bytes(step.trace(*args).jaxpr, program.sharding.mesh.size),
         )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = compiler_options(
-            platform, deviceless=deviceless, offloads=program.plan.offloads, memory_limit_percent=limit_percent
+            platform, deviceless=deviceless, offloads=program.offloads, memory_limit_percent=limit_percent
         )
     return options, tuple(str(w.message) for w in caught)
 

@@ -6,7 +6,7 @@ The same `Program` is run by the trainer and compiled, for machines that are not
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,16 +17,27 @@ from forebay.errors import UserError, unknown
 from forebay.graph.residuals import BlockNames, block_names
 from forebay.models.registry import Model, fingerprint, get_model
 from forebay.offload import scan_layers
+from forebay.offload.memories import LEAST_BYTES, choose_hosted, local_bytes, settle, with_memory
+from forebay.offload.optimizer import add_streamed, streamed_update
 from forebay.ops.attention import KernelChoice, choose_kernel
 from forebay.ops.cross_entropy import CHUNKINGS, choose_chunking
 from forebay.planner.placement import parse_placement
 from forebay.planner.plan import ModelId, Plan
 from forebay.sharding import Sharding, make_mesh, parse_mesh, single_device
 from forebay.train.config import AUTO, ProgramConfig
-from forebay.train.state import TrainState, initial_state, learning_rate_schedule, make_optimizer, state_shardings
+from forebay.train.state import (
+    TrainState,
+    initial_state,
+    learning_rate_schedule,
+    make_optimizer,
+    optimizer_shardings,
+)
 
 LONGEST_SEQUENCE = 2**24
 """Attention visits pairs of blocks of 512 tokens; beyond this their list alone would take gigabytes."""
+METRICS = ("loss", "grad_norm", "learning_rate")
+"""Scalars that a step returns."""
+MEMORIES = ("device", "host")
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 
@@ -63,15 +74,58 @@ class Program:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        shapes = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s, jnp.float32), self.model.shapes(), is_leaf=lambda x: isinstance(x, tuple)
-        )
-        return jax.eval_shape(functools.partial(initial_state, self.optimizer), shapes)
+        return jax.eval_shape(self._initial_state, _float32_shapes(self.model))
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
+        """How each array is split over devices, and in which memory it is."""
+        return with_memory(self._split, self.hosted)
+
+    @functools.cached_property
+    def hosted(self) -> TrainState:
+        """For each array of the state, whether it lives in host memory."""
+        state, split = self.abstract_state, self._split
+        hosted = jax.tree.map(lambda _: False, state)
+        optimizer = choose_hosted(
+            local_bytes(state.optimizer, split.optimizer), self.plan.optimizer_host_fraction
+        )
+        weights, treedef = jax.tree.flatten(state.weights)
+        stacked = jax.tree.leaves(self._stacked)
+        sizes = local_bytes(state.weights, split.weights)
+        chosen = iter(
+            choose_hosted([b for b, s in zip(sizes, stacked, strict=True) if s], self.plan.parameters_host_fraction)
+        )
+        in_layers = [next(chosen) if s else False for s in stacked]
+        masters = None
+        if state.master is not None:  # only those that there is a working copy of
+            on_host = self.config.master_weights == "host"
+            masters = [on_host and w.dtype != jnp.float32 for w in weights]
+            masters = jax.tree.unflatten(treedef, masters)
+        return dataclasses.replace(
+            hosted,
+            weights=jax.tree.unflatten(treedef, in_layers),
+            optimizer=jax.tree.unflatten(jax.tree.structure(state.optimizer), optimizer),
+            master=masters,
+        )
+
+    @functools.cached_property
+    def _split(self) -> TrainState:
         weights = self.sharding.tree(self.model.logical_axes())
-        return state_shardings(self.optimizer, self.abstract_state.weights, weights, self.sharding.named(()))
+        replicated = self.sharding.named(())
+        moments = optimizer_shardings(self.optimizer, self.abstract_state.weights, weights, replicated)
+        return TrainState(replicated, weights, moments, None if self.abstract_state.master is None else weights)
+
+    @property
+    def _stacked(self) -> Any:
+        """A tree like the weights, True for those of layers."""
+        is_tuple = lambda x: isinstance(x, tuple)  # noqa: E731
+        return jax.tree.map(lambda axes: axes[:1] == ("layers",), self.model.logical_axes(), is_leaf=is_tuple)
+
+    def _initial_state(self, weights: Any) -> TrainState:
+        working = None
+        if self.config.master_weights:
+            working = jax.tree.map(lambda decayed: self.dtype if decayed else jnp.float32, self.model.decayed())
+        return initial_state(self.optimizer, weights, working)
 
     @property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -84,11 +138,29 @@ class Program:
 
     def init(self, key: jax.Array) -> TrainState:
         """A new training state, each array made where it will live."""
+        return self._make_state(lambda key: self._initial_state(self.model.init(key, jnp.float32)), key)
 
-        def make(key: jax.Array) -> TrainState:
-            return initial_state(self.optimizer, self.model.init(key, jnp.float32))
+    def state_of(self, weights: Any) -> TrainState:
+        """The state before the first step, with these float32 weights."""
+        on_device = functools.partial(jax.tree.map, lambda w: jax.device_put(w, jax.memory.Space.Device))
+        return self._make_state(lambda weights: self._initial_state(on_device(weights)), weights)
 
-        return jax.jit(make, out_shardings=self.state_shardings)(key)
+    def _make_state(self, make: Callable[[Any], TrainState], argument: Any) -> TrainState:
+        """The arrays on the device at once, those in host memory one after another: together they may be too large
+        for the device."""
+        shardings, hosted = jax.tree.leaves(self.state_shardings), jax.tree.leaves(self.hosted)
+        treedef = jax.tree.structure(self.abstract_state)
+
+        def some(chosen: Sequence[int]) -> Any:
+            pick = jax.jit(
+                lambda x: [jax.tree.leaves(make(x))[i] for i in chosen], out_shardings=[shardings[i] for i in chosen]
+            )
+            return zip(chosen, pick(argument), strict=True)
+
+        leaves = dict(some([i for i, h in enumerate(hosted) if not h]))
+        for i in (i for i, h in enumerate(hosted) if h):
+            leaves |= dict(some([i]))
+        return jax.tree.unflatten(treedef, [leaves[i] for i in range(len(hosted))])
 
     def loss(self, weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
         """Mean cross entropy in nats per token of one microbatch."""
@@ -117,34 +189,61 @@ class Program:
             return self.sharding.constrain(x.reshape(parts, -1, x.shape[1]), None, "batch", "sequence")
 
         def add(total: Any, microbatch: dict[str, jax.Array]) -> tuple[Any, None]:
-            part = jax.value_and_grad(self.loss)(weights, microbatch)
+            loss, gradients = jax.value_and_grad(self.loss)(weights, microbatch)
             with jax.named_scope("accumulate"):
-                return jax.tree.map(lambda t, p: t + p / parts, total, part), None
+                sums = add_streamed(total[1], gradients, 1 / parts, self._split.weights)
+                return (total[0] + loss / parts, sums), None
 
         with jax.named_scope("accumulate"):
-            zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, weights))
-        return jax.lax.scan(add, zeros, jax.tree.map(split, batch))[0]
+            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+            zeros = settle(zeros, self._sums_hosted)
+        return jax.lax.scan(add, (jnp.float32(0), zeros), jax.tree.map(split, batch))[0]
+
+    @property
+    def _sums_hosted(self) -> Any:
+        """For each weight whether the sum of its gradients over microbatches is in host memory."""
+        everything = self.config.accumulate_on == "host"
+        hosted, treedef = jax.tree.flatten(self.hosted.weights)
+        sizes = local_bytes(self.abstract_state.weights, self._split.weights)
+        return jax.tree.unflatten(
+            treedef, [h or (everything and b >= LEAST_BYTES) for h, b in zip(hosted, sizes, strict=True)]
+        )
 
     def step(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update. The metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `learning_rate`."""
+        state = settle(state, self.hosted)
         loss, gradients = self.loss_and_gradients(state.weights, batch)
+        copies = None if state.master is None else state.weights
         with jax.named_scope("optimizer"):
-            norm = optax.tree.norm(gradients)
-            updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
-            weights = optax.apply_updates(state.weights, updates)
+            weights, optimizer, copies, norm = streamed_update(
+                self.optimizer, gradients, state.optimizer, state.weights if copies is None else state.master,
+                clip_norm=self.config.optimizer.clip_norm, shardings=self._split.weights, copies=copies,
+            )  # fmt: skip
             learning_rate = learning_rate_schedule(self.config.optimizer, self.config.steps)(state.step)
         metrics = {"loss": loss, "grad_norm": norm, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
-        return TrainState(state.step + 1, weights, optimizer), metrics
+        if copies is None:
+            return TrainState(state.step + 1, weights, optimizer), metrics
+        return TrainState(state.step + 1, copies, optimizer, weights), metrics
 
     def jit_step(self, options: Mapping[str, Any] | None = None) -> Any:
         """The step, jitted, with its shardings and the state donated; `options` are for the compiler."""
         return jax.jit(
             self.step,
             in_shardings=(self.state_shardings, self.batch_shardings),
-            out_shardings=(self.state_shardings, None),
+            out_shardings=(self.state_shardings, dict.fromkeys(METRICS, self.sharding.named(()))),
             donate_argnums=0,
             compiler_options=dict(options or {}) or None,
         )
+
+    def hosted_arguments(self) -> tuple[list[bool], list[bool]]:
+        """For each argument and each result of the step, in order, whether it is in host memory."""
+        state = jax.tree.leaves(self.hosted)
+        return [*state, *(False for _ in self.abstract_batch)], [*state, *(False for _ in METRICS)]
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything at all lives on the host."""
+        return self.plan.offloads or any(jax.tree.leaves((self.hosted, self._sums_hosted)))
 
     def local_weight_shapes(self) -> set[tuple[int, ...]]:
         """The shapes that the weights have on one device."""
@@ -191,6 +290,14 @@ def make_program(config: ProgramConfig, devices: Sequence[Any]) -> Program:
         raise UserError(f"seq={config.seq} is longer than the {LONGEST_SEQUENCE} tokens that a sequence may have")
     if config.dtype not in DTYPES:
         raise unknown("dtype", config.dtype, DTYPES)
+    if config.master_weights not in MEMORIES and config.master_weights:
+        raise unknown("memory for master_weights", config.master_weights, MEMORIES)
+    if config.master_weights and config.dtype == "float32":
+        raise UserError("master_weights beside float32 weights would be the same twice: drop it, or use dtype=bfloat16")
+    if config.accumulate_on not in MEMORIES:
+        raise unknown("memory for accumulate_on", config.accumulate_on, MEMORIES)
+    if config.accumulate_on == "host" and config.accumulate == 1:
+        raise UserError("accumulate_on=host with accumulate=1: there is no sum to keep, drop it or accumulate more")
     if config.loss_chunking not in CHUNKINGS:
         raise unknown("loss chunking", config.loss_chunking, CHUNKINGS)
     model = get_model(config.model, config.sizes)
@@ -234,6 +341,12 @@ def _plan(config: ProgramConfig, model: Model, names: dict[str, BlockNames], sha
             parse_placement(config.placement or "full", model.stacks, carried),
             model=identity, devices=devices, mesh=mesh, batch=config.batch, seq=config.seq,
         )  # fmt: skip
+    fractions = {
+        name: value
+        for name in ("optimizer_host_fraction", "parameters_host_fraction")
+        if (value := getattr(config, name)) is not None
+    }
+    plan = dataclasses.replace(plan, **fractions)
     plan.check(model.stacks, carried, identity)
     for placement in plan.placements:
         for name in names[placement.stack].inputs:
@@ -243,6 +356,12 @@ def _plan(config: ProgramConfig, model: Model, names: dict[str, BlockNames], sha
                     f"place it on device or host"
                 )
     return plan
+
+
+def _float32_shapes(model: Model) -> Any:
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(), is_leaf=lambda x: isinstance(x, tuple)
+    )
 
 
 def _check_divisible(config: ProgramConfig, model: Model, sharding: Sharding) -> None:

@@ -14,11 +14,16 @@ from forebay.train.config import OptimizerConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step changes: the number of steps done, float32 weights, optimizer state."""
+    """Everything that a step changes: the number of steps done, weights, optimizer state.
+
+    Weights are float32. Where there are master weights these are, and `weights` are working copies in the compute
+    dtype of those that weight decay applies to.
+    """
 
     step: Any
     weights: Any
     optimizer: Any
+    master: Any = None
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -41,8 +46,9 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def make_optimizer(config: OptimizerConfig, steps: int, decayed: Any) -> optax.GradientTransformation:
-    """AdamW as `config` says; `decayed` is a tree like the weights, False where decay does not apply."""
-    adamw = optax.adamw(
+    """AdamW as `config` says, without the clipping; `decayed` is a tree like the weights, False where decay does not
+    apply."""
+    return optax.adamw(
         learning_rate_schedule(config, steps),
         b1=config.beta1,
         b2=config.beta2,
@@ -50,22 +56,27 @@ def make_optimizer(config: OptimizerConfig, steps: int, decayed: Any) -> optax.G
         weight_decay=config.weight_decay,
         mask=decayed,
     )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw) if config.clip_norm > 0 else adamw
 
 
-def state_shardings(
+def optimizer_shardings(
     optimizer: optax.GradientTransformation, shapes: Any, weight_shardings: Any, replicated: Any
 ) -> Any:
-    """A `TrainState` of shardings: moments like their weights, counters replicated."""
-    moments = optax.tree.map_params(
+    """Shardings of the optimizer's state: moments like their weights, counters replicated."""
+    return optax.tree.map_params(
         optimizer,
         lambda _, sharding: sharding,
         jax.eval_shape(optimizer.init, shapes),
         weight_shardings,
         transform_non_params=lambda _: replicated,
     )
-    return TrainState(replicated, weight_shardings, moments)
 
 
-def initial_state(optimizer: optax.GradientTransformation, weights: Any) -> TrainState:
-    return TrainState(jnp.int32(0), weights, optimizer.init(weights))
+def initial_state(optimizer: optax.GradientTransformation, weights: Any, working: Any = None) -> TrainState:
+    """The state before the first step, with float32 `weights`.
+
+    `working` is a tree of the dtypes of working weights; where it is given, `weights` are the master weights.
+    """
+    state = TrainState(jnp.int32(0), weights, optimizer.init(weights))
+    if working is None:
+        return state
+    return dataclasses.replace(state, weights=jax.tree.map(lambda w, d: w.astype(d), weights, working), master=weights)

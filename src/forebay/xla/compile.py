@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from forebay.errors import UserError
 from forebay.xla.buffers import Assignment, read_assignment
 from forebay.xla.exposure import exposed
+from forebay.xla.host_arguments import mark_host
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, parse_module
 from forebay.xla.invariants import host_buffers, violations
 from forebay.xla.memory import Row, memory_rows
@@ -70,6 +71,7 @@ def compile_step(
     args: tuple[Any, ...],
     *,
     weight_shapes: Collection[tuple[int, ...]] = (),
+    hosted: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
     options: Mapping[str, Any] | None = None,
     save_hlo: Path | None = None,
     dump: Path | None = None,
@@ -80,6 +82,7 @@ def compile_step(
         step: the result of `jax.jit`, with shardings over present or compile-only devices.
         args: abstract arguments.
         weight_shapes: shapes of the weights on one device, by which their gradients are recognised.
+        hosted: for each argument and each result whether it is in host memory, where jax may not know.
         options: compiler options for this compile, flag names without the leading dashes.
         save_hlo: where to write the optimised, scheduled HLO text.
         dump: an empty directory for all that XLA writes about the compile; it is not kept otherwise.
@@ -89,6 +92,7 @@ def compile_step(
     """
     start = time.perf_counter()
     lowered = step.lower(*args)
+    mark_host(lowered, *hosted)
     lowered_at = time.perf_counter()
     with contextlib.ExitStack() as stack:
         if dump is None:

@@ -1,16 +1,17 @@
 """Bytes of a step that are known before it is compiled."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 
-def argument_bytes(shapes: Any, shardings: Any) -> int:
-    """Bytes of a pytree of arrays on one device."""
+def argument_bytes(shapes: Any, shardings: Any, hosted: Sequence[bool] | None = None) -> int:
+    """Bytes of a pytree of arrays on one device, less those that are `hosted`."""
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    return sum(math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in pairs)
+    sizes = [math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in pairs]
+    return sum(s for s, h in zip(sizes, hosted or [False] * len(sizes), strict=True) if not h)
 
 
 def offloaded_bytes(jaxpr: Any, devices: int) -> int:

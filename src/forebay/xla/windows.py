@@ -6,6 +6,9 @@ at most 1. In a loop it may pass the end of the body: the copy is then part of t
 in the next iteration. Where the compiler unrolled the loop, an iteration is several layers. A copy
 without start and done has a window of 0.
 
+An optimizer's update has no such work; its slices come in and go out (`forebay.offload.stream`), and the window of
+a copy in its loops is the share of its bytes that go the other way at the same time.
+
 A window is an opportunity: whether the copy is over by then depends on its bytes and on the link.
 """
 
@@ -28,6 +31,10 @@ HIDDEN_WINDOW = 0.9
 SCOPE = re.compile(r"\b(?:save|load):([^/:]+):([\w.\-]+)")
 """The scope around a residual's storing and fetching: stack and name."""
 
+UPDATE = "update"
+UPDATE_SCOPE = re.compile(r"\bupdate:([\w.\-]+)")
+"""The scope around what is streamed through the device: the name of the array."""
+
 _FARTHEST = 256
 """Steps back from a copy beyond which a scope is not its own."""
 
@@ -40,10 +47,10 @@ class Transfer:
 
     Attributes:
         direction: "d2h" or "h2d".
-        where: "loop" in a loop over layers; "boundary" in the iterations that the compiler peeled off, and
-            wherever else the program is not in such a loop; "update" in the optimizer.
-        window: the share of a layer's matrix and attention FLOPs between start and done, 0 to 1; the
-            smallest where the copies differ.
+        where: "loop" in a loop over layers; "update" in a loop of the optimizer; "boundary" in the iterations that
+            the compiler peeled off, and wherever else the program is not in such a loop.
+        window: the share of a layer's matrix and attention FLOPs between start and done, 0 to 1, in an update of
+            its bytes in the other direction; the smallest where the copies differ.
         depth: how many loops the copy is in.
     """
 
@@ -138,13 +145,17 @@ class _Reader:
             stack, name = self._scope(copy)
             body = copy.start.computation
             in_loop = body in layer_loops
+            if in_loop and stack == UPDATE:
+                window = self._both_ways(copy)
+                depth = self._depth(body)
+                yield copy.start, Transfer(name, stack, copy.direction, "update", copy.num_bytes, times, window, depth)
+                continue
             if in_loop:
                 layer = self.flops.computation(body) / self._layers_of_iteration(body)
             else:  # of a stack without a loop there is no layer to compare with but all that is done here
                 layer = layer_flops.get((stack, copy.direction), self.flops.computation(body))
             window = min(1.0, self._flops_between(copy) / layer) if layer else 0.0
-            update = "optimizer/" in f"{copy.start.op_name}/"
-            where = "update" if update else "loop" if in_loop else "boundary"
+            where = "loop" if in_loop else "boundary"
             depth = self._depth(body)
             yield copy.start, Transfer(name, stack, copy.direction, where, copy.num_bytes, times, window, depth)
 
@@ -227,6 +238,20 @@ class _Reader:
         start, done = before[place[copy.start.name]], before[place[copy.done.name]]
         return before[-1] - start + done if copy.wraps else done - start
 
+    def _both_ways(self, copy: _Copy) -> float:
+        """The share of a copy's bytes that copies in the other direction move between its start and its done."""
+        if copy.done is None or copy.wraps:
+            return 0.0
+        place, _ = self._positions(copy.start.computation)
+        start, done = place[copy.start.name], place[copy.done.name]
+        others = sum(
+            other.num_bytes
+            for other in self._copies_in(copy.start.computation)
+            if other.direction in {"d2h", "h2d"} - {copy.direction} and other.done is not None
+            if place[other.start.name] < done and place[other.done.name] > start
+        )
+        return min(1.0, others / copy.num_bytes)
+
     @functools.cache  # noqa: B019
     def _layers_of_iteration(self, body: str) -> int:
         """How many layers one iteration is: the most copies of one host buffer in one direction."""
@@ -295,6 +320,8 @@ class _Reader:
             for text in texts:
                 if scope := SCOPE.search(text):
                     return scope[1], scope[2]
+                if scope := UPDATE_SCOPE.search(text):
+                    return UPDATE, scope[1]
         return None
 
 
