@@ -26,6 +26,7 @@ class TimelineConfig(ProgramConfig):
         trip_count: how often loops run that do not say: a number for all, or while=number,while=number by name.
         json: print JSON (schema forebay.timeline/1) instead of tables.
         perfetto: a file for a trace that ui.perfetto.dev opens.
+        save_hlo: a file for the HLO text of the step that was compiled.
         output: a file for the timeline as JSON (-o for short).
     """
 
@@ -36,6 +37,7 @@ class TimelineConfig(ProgramConfig):
     trip_count: str = ""
     json: bool = False
     perfetto: str | None = None
+    save_hlo: str | None = None
     output: str | None = None
 
 
@@ -52,7 +54,9 @@ def run(config: TimelineConfig) -> int:
     from forebay.timeline.perfetto import trace
 
     hardware = get_hardware(config.hardware)
-    for flag in ("perfetto", "output"):
+    if config.hlo is not None and config.save_hlo is not None:
+        raise UserError("save_hlo is for a step that is compiled, and hlo is one already: leave one of them out")
+    for flag in ("perfetto", "save_hlo", "output"):
         if (file := getattr(config, flag)) is not None:
             check_file(flag, file)
     trips = parse_trip_count(config.trip_count)
@@ -89,7 +93,7 @@ def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Timeline:
     devices = compile_only_devices(hardware, config.devices or 8)
     program = planned_program(config, devices, hardware, memory_fraction=config.memory_fraction)
     with tempfile.TemporaryDirectory(prefix="forebay-timeline-") as folder:
-        hlo = Path(folder) / "step.hlo"
+        hlo = Path(folder) / "step.hlo" if config.save_hlo is None else Path(config.save_hlo)
         done = compile_program(program, hardware, deviceless=True, memory_fraction=config.memory_fraction, save_hlo=hlo)
         made = timeline(
             hlo, hardware, devices=len(devices), trip_counts=trips, model_flops=program.flops_per_step / len(devices)

@@ -17,8 +17,8 @@ from typing import Any
 from forebay.errors import UserError
 from forebay.xla.buffers import Assignment, read_assignment
 from forebay.xla.exposure import exposed
-from forebay.xla.host_arguments import mark_host
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, parse_module
+from forebay.xla.host_arguments import mark_host
 from forebay.xla.invariants import host_buffers, violations
 from forebay.xla.memory import Row, memory_rows
 from forebay.xla.options import variants
