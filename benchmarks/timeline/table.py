@@ -49,6 +49,8 @@ def table(cases: Sequence[Any], rows: list[dict[str, Any]], speed: Sequence[dict
             for same in ("same", "own"):
                 if (row := made.get((case.name, placement, same))) is not None:
                     lines.append(_row(row))
+    lines += ["", "## What does not come out", ""]
+    lines += [f"- **{c.title}.** {c.remark}." for c in cases if c.remark]
     lines += ["", "## What is public, and what was assumed", ""]
     lines += [f"- **{c.title}.** Public: {c.known}. Assumed: {c.assumed}." for c in cases]
     if speed:
