@@ -15,8 +15,9 @@ def table(cases: Sequence[Any], rows: list[dict[str, Any]], speed: Sequence[dict
         "Compiled only, nothing was run on a device. Command: `.venv/bin/python benchmarks/timeline/run.py`; versions: "
         + (", ".join(f"{k} {v}" for k, v in rows[0]["versions"].items() if k != "forebay") if rows else "none") + ".",
         "Efficiencies are the defaults of `forebay.timeline.Efficiency` ([docs/timeline.md](../../docs/timeline.md)), from",
-        "data sheets and kernel benchmarks; none was chosen by a row of this table, and neither was a configuration. A gain is",
-        "how much more a step does in the same time: (time with recompute) / (time with offload) - 1.", "",
+        "data sheets and kernel benchmarks; none was chosen by a row of this table. Of the configurations one was changed after",
+        "its first result, because its step did not fit the machine (70B on H200, see there). A gain is how much more a step",
+        "does in the same time: (time with recompute) / (time with offload) - 1.", "",
         "| published result | reported | predicted, both sides with the same compiler options | difference in points | predicted, each "
         "side as forebay compiles it | sign | within 3 points |",
         "|---|---|---|---|---|---|---|",

@@ -443,7 +443,7 @@ def test_unknown_operations_are_costed_by_their_bytes_and_named():
     made = timeline(text)
     assert made.step_time_s == approx(6)  # read and write 100 bytes, twice, and write 200
     assert sorted((u["opcode"], u["count"], u["time_s"]) for u in made.unknown) == [
-        ("custom-call", 1, approx(2)), ("frobnicate", 1, approx(2)),
+        ("custom-call their_kernel", 1, approx(2)), ("frobnicate", 1, approx(2)),
     ]  # fmt: skip
     assert made.unknown_share == approx(4 / 6)
 

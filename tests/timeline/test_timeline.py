@@ -111,7 +111,7 @@ def test_the_command_line(capsys, tmp_path):
     assert json.loads(trace_file.read_text())["traceEvents"]
     assert main(["timeline", "--hlo", str(file), "--json"]) == 0
     assert Timeline.from_json(json.loads(capsys.readouterr().out)) == Timeline.load(out)
-    assert main(["timeline", "--diff", str(out), str(file), "--hardware", "h200", "--json"]) == 0
+    assert main(["timeline", "--hardware", "h200", "--diff", str(out), str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["speedup"] == approx(1)
     assert main(["timeline", "--diff", str(out), str(file)]) == 0
     assert "step" in capsys.readouterr().out

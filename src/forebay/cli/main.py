@@ -60,8 +60,9 @@ def _run(argv: list[str]) -> int:
 
     module = importlib.import_module(f"forebay.cli.{verb}")
     subverbs = getattr(module, "SUBVERBS", {})
-    if argv[1:2] and argv[1] in subverbs:
-        return subverbs[argv[1]](argv[2:])
+    for n, argument in enumerate(argv[1:], start=1):
+        if argument in subverbs and (n == 1 or argument.startswith("--")):
+            return subverbs[argument]([*argv[1:n], *argv[n + 1 :]])
     short = getattr(module, "SHORT", {})
     config = parse(
         module.Config,

@@ -43,8 +43,9 @@ def summarise(run: Run, schedule: Schedule, hardware: Hardware, model_flops: flo
         if op.work.kind == "collective":
             collective[op.phase] += seconds
         if op.work.kind == "unknown":
-            unknown[op.opcode][0] += e.count
-            unknown[op.opcode][1] += seconds
+            entry = unknown[f"{op.opcode} {op.name}".strip()]
+            entry[0] += e.count
+            entry[1] += seconds
     again = flops["recompute"] + flops["compiler_remat"]
     assumptions = [*run.notes, *schedule.notes]
     if model_flops is None:

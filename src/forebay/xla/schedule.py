@@ -78,7 +78,7 @@ class Op:
         bodies: the computations that it runs: one, or a conditional's branches.
         trips: how often a loop runs; None if the program does not say.
         thread: "sparsecore" or "host" where it runs there.
-        name: the tensor, for a copy or a collective that has one.
+        name: the tensor, for a copy or a collective that has one; of an unknown custom call the target.
         layer_window: for a copy between host and device, the share of a layer's FLOPs between start and done.
     """
 
@@ -188,8 +188,7 @@ class _Reader:
         role = "start" if is_start and '"is_sync":true' not in i.rest else "run"
         transfer = self.transfers.get((i.computation, i.name))
         thread = re.search(r'async_execution_thread="(\w+)"', i.rest)
-        named = transfer is not None and transfer.name != UNNAMED
-        name = transfer.name if transfer is not None and named else self._tensor(i, work)
+        name = transfer.name if transfer is not None and transfer.name != UNNAMED else self._tensor(i, work)
         return Op(
             i.name, i.opcode, role, phase, i.operands, work or Work("memory"),
             thread=thread[1] if thread and thread[1] != "main" else "", name=name, scope=i.op_name,
@@ -198,6 +197,8 @@ class _Reader:
 
     def _tensor(self, i: Instruction, work: Work | None) -> str:
         """What a transfer moves: the argument of the step that it is, else the operation that it is for."""
+        if work is not None and work.kind == "unknown":
+            return _target(i)
         if work is None or work.kind not in ("collective", "d2h", "h2d", "h2h"):
             return ""
         wrapped = self._wrapped(i)
@@ -250,8 +251,7 @@ class _Reader:
         return Work(kind, flops, self.flops.operand_dtype(largest), backward, traffic)
 
     def _custom_call(self, i: Instruction) -> Work | None:
-        found = re.search(r'custom_call_target="([^"]*)"', i.rest)
-        target = found[1] if found else ""
+        target = _target(i)
         if target in _NO_WORK_CALLS:
             return None
         work = self._compute(i)
@@ -308,3 +308,8 @@ class _Reader:
             return "forward"
         # of a differentiated function everything is in one of the two scopes; the rest of the step is the update
         return "optimizer" if scope.startswith(("jit(", "pjit(")) else before
+
+
+def _target(i: Instruction) -> str:
+    found = re.search(r'custom_call_target="([^"]*)"', i.rest)
+    return found[1] if found else ""
