@@ -42,6 +42,17 @@ def test_texts_that_are_no_scheduled_program(capsys, tmp_path, text, message):
     assert "--save-hlo" in error, "it says what to do"
 
 
+def test_an_instruction_that_lacks_its_operands(capsys, tmp_path):
+    file = tmp_path / "step.hlo"
+    file.write_text(hlo("ROOT %d = f32[] dot(%a, %b), lhs_contracting_dims={0}, rhs_contracting_dims={0}"))
+    assert "the instruction 'd' (dot) in 'main' lacks something" in refused(capsys, "timeline", "--hlo", str(file))
+
+
+def test_names_without_percent_signs_are_read():
+    plain = GOOD.replace("%", "")
+    assert timeline(plain, TOY, efficiency=IDEAL) == timeline(GOOD, TOY, efficiency=IDEAL)
+
+
 def test_a_binary_proto(capsys, tmp_path):
     file = tmp_path / "module.pb"
     file.write_bytes(b"\x0a\x08jit_step\x12\x00\xff\xfe" * 10)

@@ -20,6 +20,7 @@ _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_BRACKETS = re.compile(r"[\[{(][^\]})]*[\]})]|/\*[^*]*\*/")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 
 
@@ -95,7 +96,13 @@ class Instruction:
     def operands(self) -> tuple[str, ...]:
         """The names of the instructions that it reads, in order; empty for parameters and constants."""
         end = _closing(self.rest)
-        return () if end is None else tuple(_OPERAND.findall(self.rest, 0, end))
+        if end is None or self.opcode in ("parameter", "constant"):
+            return ()
+        if self.rest.find("%", 0, end) >= 0:
+            return tuple(_OPERAND.findall(self.rest, 0, end))
+        # names without a percent sign, as XLA prints them on request
+        parts = _BRACKETS.sub("", self.rest[:end]).split(",")
+        return tuple(part.split()[-1] for part in parts if part.strip())
 
     def called(self, attribute: str) -> str | None:
         """The computation named by an attribute such as `body`, `condition` or `calls`."""

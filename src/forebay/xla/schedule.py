@@ -9,6 +9,7 @@ import dataclasses
 import re
 from typing import Literal
 
+from forebay.errors import UserError
 from forebay.xla.flops import FlopCounter, called, is_attention
 from forebay.xla.groups import Groups, groups_of
 from forebay.xla.hlo import Instruction, Module
@@ -117,6 +118,9 @@ def read_schedule(module: Module, platform: str, devices: int | None = None) -> 
     Args:
         platform: "cuda" or "tpu".
         devices: how many run it; by default what the module says.
+
+    Raises:
+        UserError: an instruction without what its cost is counted from.
     """
     return _Reader(module, platform, devices or module.devices or 1).schedule()
 
@@ -153,7 +157,14 @@ class _Reader:
         ops = []
         for i in body:
             phase = self._phase(i, phase)
-            if (op := self._op(i, phase)) is not None:
+            try:
+                op = self._op(i, phase)
+            except (IndexError, KeyError, ValueError) as error:
+                raise UserError(
+                    f"the instruction {i.name!r} ({i.opcode}) in {i.computation!r} lacks something that its cost needs "
+                    f"({type(error).__name__}): the HLO is damaged, or of a version of XLA that is not known here"
+                ) from None
+            if op is not None:
                 ops.append(op)
         return ops
 
