@@ -216,7 +216,7 @@ class _Simulator:
         trips, own_from, done, run = self._trips(op), self.engine.issued, 0, 0
         previous: tuple[Any, ...] | None = None
         while done < trips:
-            before = _Mark(len(self.events), len(self.skipped), self.engine.now, self.busy, self._foreign(own_from))
+            before = _Mark(len(self.events), self.engine.now, self.busy, self._foreign(own_from))
             self.loops.append((op.instruction, done))
             value = self._computation(op.bodies[0], [value])
             self.loops.pop()
@@ -277,7 +277,6 @@ class _Mark:
     """Where things stood before an iteration."""
 
     events: int
-    skipped: int
     now: float
     busy: float
     foreign: dict[int, float]

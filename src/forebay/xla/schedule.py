@@ -94,7 +94,6 @@ class Op:
     trips: int | None = None
     thread: str = ""
     name: str = ""
-    scope: str = ""
     layer_window: float | None = None
 
 
@@ -108,7 +107,6 @@ class Schedule:
     """The names of each computation's parameters, by number."""
     roots: dict[str, str]
     devices: int
-    remat_flops: float
     notes: tuple[str, ...]
 
 
@@ -150,8 +148,7 @@ class _Reader:
             root = self.module.root(computation)
             roots[computation] = root.name if root else ""
             pending += [(b, op.phase) for op in ops[computation] for b in op.bodies]
-        remat = sum(op.work.flops for body in ops.values() for op in body if op.work and op.phase == "compiler_remat")
-        return Schedule(self.module.entry, ops, parameters, roots, self.devices, remat, tuple(self.notes))
+        return Schedule(self.module.entry, ops, parameters, roots, self.devices, tuple(self.notes))
 
     def _ops(self, body: list[Instruction], phase: Phase) -> list[Op]:
         ops = []
@@ -202,7 +199,7 @@ class _Reader:
         name = transfer.name if transfer is not None and transfer.name != UNNAMED else self._tensor(i, work)
         return Op(
             i.name, i.opcode, role, phase, i.operands, work or Work("memory"),
-            thread=thread[1] if thread and thread[1] != "main" else "", name=name, scope=i.op_name,
+            thread=thread[1] if thread and thread[1] != "main" else "", name=name,
             layer_window=transfer.window if transfer else None,
         )  # fmt: skip
 
