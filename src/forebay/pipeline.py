@@ -15,7 +15,7 @@ from forebay.planner.plan import ModelId, Plan
 from forebay.planner.problem import evaluate
 from forebay.planner.rank import rank
 from forebay.planner.reasons import reasons, shadow_price, unnamed_notes
-from forebay.planner.search import MAX_COMPILES, Compile, Found, Measured, search
+from forebay.planner.search import MAX_COMPILES, Compile, Decision, Found, Measured, search
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
 from forebay.timeline.compare import difference
 from forebay.units import MiB, format_seconds, parse_bytes
@@ -77,7 +77,7 @@ def plan(
     axis_sizes = dict(mesh.shape) if mesh is not None else {}
     graph = trace_loss(loss, parameters, *args, axis_sizes=axis_sizes)
     costed = build(
-        graph, machine, axis_sizes, optimizer_bytes=_optimizer_bytes(optimizer, parameters, axis_sizes),
+        graph, machine, axis_sizes, state_sizes=_state_sizes(optimizer, parameters, axis_sizes),
         device_budget=device_budget(machine, hbm), host_budget=host_budget(machine, host),
     )  # fmt: skip
     base = Plan(
@@ -138,6 +138,7 @@ def find_plan(
     return dataclasses.replace(
         base,
         placements=found.placements,
+        optimizer_host_fraction=found.problem.state_host_fraction or 0.0,
         predicted=predicted,
         compiled=None if found.measured is None else found.measured.report,
         verified=found.fits,
@@ -227,6 +228,12 @@ def _predicted(found: Found, price: float | None) -> dict[str, Any]:
         "fullest_at": p.where, "device_budget_bytes": int(found.problem.device_budget),
         "host_budget_bytes": int(found.problem.host_budget), "optimality_gap": found.gap, "compiles": found.compiles,
         "seconds_saved_by_one_more_gib": price,
+        "state": {
+            "optimizer_bytes": sum(found.problem.state_sizes),
+            "optimizer_host_bytes": found.problem.state_host_bytes,
+            "weights_host_bytes": found.problem.weights_host_bytes,
+            "gradients_host_bytes": found.problem.gradients_host_bytes,
+        },
     }  # fmt: skip
 
 
@@ -236,9 +243,10 @@ def _fingerprint(costed: Costed) -> str:
     return hashlib.sha256(repr(text).encode()).hexdigest()[:12]
 
 
-def _optimizer_bytes(optimizer: Any, parameters: Any, axis_sizes: dict[str, int]) -> int:
+def _state_sizes(optimizer: Any, parameters: Any, axis_sizes: dict[str, int]) -> list[int]:
+    """Bytes on one device of each array of the optimizer's state."""
     if optimizer is None:
-        return 0
+        return []
     import jax
     import optax
 
@@ -249,11 +257,11 @@ def _optimizer_bytes(optimizer: Any, parameters: Any, axis_sizes: dict[str, int]
     specs = optax.tree.map_params(
         optimizer, lambda _, p: getattr(p, "sharding", None), state, parameters, transform_non_params=lambda _: None
     )
-    total = 0
+    sizes = []
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(specs, is_leaf=lambda x: x is None), strict=True):
         local = local_shape(Array(leaf.shape, leaf.dtype), spec_of(sharding, len(leaf.shape)), axis_sizes)
-        total += math.prod(local) * leaf.dtype.itemsize
-    return total
+        sizes.append(math.prod(local) * leaf.dtype.itemsize)
+    return sizes
 
 
 def _compiler(
@@ -302,7 +310,8 @@ def _compiler(
     deviceless = devices[0] not in jax.devices()
     state = None if optimizer is None else jax.eval_shape(optimizer.init, shapes[0])
 
-    def compile_plan(placements: tuple[Placement, ...]) -> Measured:
+    def compile_plan(decision: Decision) -> Measured:
+        placements = decision.placements
         planned = apply(loss, dataclasses.replace(base, placements=placements, model=None))
         gradient = jax.value_and_grad(lambda p, *a: _scalar(planned(p, *a)), allow_int=True)
 

@@ -1,26 +1,31 @@
 """Candidates ranked by the step time of what was compiled, against compilers made up for the purpose."""
 
 import dataclasses
+from typing import Any
 
-from test_search import GIB, Compiler, fake, tight
+from test_search import GIB, fake, tight
 
+from forebay.planner.problem import Problem, evaluate
 from forebay.planner.rank import rank
-from forebay.planner.search import search
+from forebay.planner.search import Decision, Measured, search
 
 
-class Timed(Compiler):
-    """Says that a step takes `base` seconds, and `per_host` for each GiB on the host."""
+class Timed:
+    """A compiler that agrees with the account's bytes, and says that a step takes `base` seconds and `per_host` for
+    each GiB on the host; without a `base` it says nothing."""
 
-    def __init__(self, problem, base: float, per_host: float):
-        super().__init__(problem)
-        self.base, self.per_host = base, per_host
+    def __init__(self, problem: Problem, base: float | None, per_host: float = 0.0):
+        self.problem, self.base, self.per_host = problem, base, per_host
+        self.asked: list[Decision] = []
 
-    def __call__(self, placements):
-        measured = super().__call__(placements)
-        return dataclasses.replace(measured, step_s=self.base + self.per_host * measured.host_bytes / GIB)
+    def __call__(self, decision: Decision) -> Measured:
+        self.asked.append(decision)
+        predicted = evaluate(dataclasses.replace(self.problem, correction_bytes=0), decision.placements)
+        step_s = None if self.base is None else self.base + self.per_host * predicted.host_bytes / GIB
+        return Measured(int(predicted.device_bytes), int(predicted.host_bytes), False, step_s=step_s)
 
 
-def ranked(compiler: Timed, problem, max_compiles: int = 5):
+def ranked(compiler: Timed, problem: Problem, max_compiles: int = 5) -> Any:
     found = search(fake(problem), compiler, margin=0)
     return found, rank(found, fake(problem), compiler, variants=2, max_compiles=max_compiles, time_limit_s=5)
 
@@ -52,7 +57,7 @@ def test_no_more_is_compiled_than_allowed():
 
 
 def test_without_timelines_there_is_nothing_to_rank():
-    compiler = Compiler(PROBLEM)
+    compiler = Timed(PROBLEM, None)
     found = search(fake(PROBLEM), compiler, margin=0)
     assert rank(found, fake(PROBLEM), compiler, variants=2, max_compiles=5, time_limit_s=5) == []
     assert len(compiler.asked) == found.compiles

@@ -201,3 +201,46 @@ def test_no_plan_in_the_time_given_is_not_called_infeasible():
     stack = random_stack(generator, names=8, layers=100)
     with pytest.raises(UserError, match="no plan in 1e-06 s: give it longer"):
         solve(problem(stack, device_budget=0.5 * 100 * sum(stack.num_bytes)), time_limit_s=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_share_of_the_optimizers_state_is_as_good_as_the_best_of_many(seed):
+    """The solver may move any number of bytes; no share of whole arrays is better, and moving none is allowed."""
+    generator = random.Random(4000 + seed)
+    stack = random_stack(generator, names=generator.randint(1, 3), layers=generator.randint(1, 4))
+    p = dataclasses.replace(
+        random_problem(generator, (stack,)),
+        fixed_bytes=20 * GIB,
+        state_sizes=tuple(generator.randint(1, 4) * GIB for _ in range(5)),
+        update_s=generator.choice([0.0, 2.0]),
+        microbatches=generator.choice([1, 4]),
+        update_slices_bytes=GIB // 4,
+    )
+    free = solve(dataclasses.replace(p, state_host_fraction=None), variants=1, relative_gap=1e-9)
+    fixed = [
+        solve(dataclasses.replace(p, state_host_fraction=f / 10), variants=1, relative_gap=1e-9)
+        for f in range(11)
+        if f == 0 or p.movable_state_bytes
+    ]
+    times = [s.predicted.step_s for s in fixed if s is not None]
+    if not times:
+        return  # whole arrays may be more than the host has room for, where some bytes of them are not
+    assert free is not None
+    moved = free.state_host_fraction * sum(p.state_sizes)
+    # what the solver thinks of its answer, in which the state is not made of whole arrays
+    rate = min(p.d2h_bytes_per_s, p.h2d_bytes_per_s)
+    exact = dataclasses.replace(p, state_host_fraction=0.0, fixed_bytes=p.fixed_bytes - round(moved))
+    step = evaluate(exact, free.placements).step_s - p.update_s + max(p.update_s, moved / rate if moved else 0.0)
+    assert step <= min(times) * (1 + 1e-6)
+
+
+def test_state_moves_where_its_copies_cost_less_than_what_they_let_stay():
+    """Ten GiB of state, one of them movable for two seconds at 1 GiB/s, let `b` stay, which takes 5 s to repeat."""
+    p = problem(
+        chain(layers=1), fixed_bytes=10 * GIB, state_sizes=(GIB,) * 10, state_host_fraction=None,
+        device_budget=11 * GIB + 1, host_budget=4 * GIB,
+    )  # fmt: skip
+    found = solve(p, variants=1)
+    assert found is not None
+    assert found.state_host_fraction == pytest.approx(0.1, abs=0.01)
+    assert found.predicted.host_bytes == GIB

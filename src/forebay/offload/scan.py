@@ -25,9 +25,12 @@ from jax.core import Tracer
 from forebay.errors import UserError, unknown
 from forebay.graph.residuals import Residual, carried_names, input_names, residuals
 from forebay.graph.stacks import STACK_SCOPE
+from forebay.offload.optimizer import leaf_name
 from forebay.offload.policy import apply
+from forebay.offload.stream import on_host
 from forebay.planner.placement import EVERYTHING, Placement
 from forebay.planner.plan import Plan
+from forebay.xla.windows import WEIGHT
 
 UNNAMED = "unnamed"
 LAYER_INPUT = "layer_input"
@@ -104,7 +107,7 @@ def scan_layers(
         layers, start, constants, stored = results
         wanted = [i in differentiated and _is_inexact(c) for i, c in enumerate(jax.tree.leaves(constants))]
         dx = [_instantiate(d) for d in _only_inexact(start, dx)]
-        dlayers = [jnp.zeros_like(w) for w in _only_inexact(layers, layers)]
+        dlayers = [_room_for_gradient(w, n) for n, w in enumerate(_only_inexact(layers, layers))]
         dconstants = [jnp.zeros_like(c) for c, w in zip(jax.tree.leaves(constants), wanted, strict=True) if w]
         for r, kept in zip(reversed(ranges), reversed(stored), strict=True):
             dx, dlayers, dconstants = r.backward(layers, constants, kept, wanted, (dx, dlayers, dconstants))
@@ -138,7 +141,7 @@ class _Range:
         return self.first + jnp.arange(self.count, dtype=jnp.int32)
 
     def primal(self, layers: Any, x: Any, constants: tuple[Any, ...]) -> Any:
-        return jax.lax.scan(lambda x, i: (self.block(_take(layers, i), x, *constants), None), x, self.indices)[0]
+        return jax.lax.scan(lambda x, i: (self.block(_take(layers, i, self.stack), x, *constants), None), x, self.indices)[0]
 
     def forward(self, layers: Any, x: Any, constants: tuple[Any, ...]) -> tuple[Any, list[jax.Array]]:
         layer = _one_layer_of(layers)
@@ -154,14 +157,14 @@ class _Range:
 
         def body(k: jax.Array, carry: Any) -> Any:
             x, buffers = carry
-            y, stored = self._one_layer(_take(layers, self.first + k), x, constants)
+            y, stored = self._one_layer(_take(layers, self.first + k, self.stack), x, constants)
             written = []
             for buffer, value, name in zip(buffers, stored, self.stored_names, strict=True):
                 with jax.named_scope(f"save:{self.stack}:{name}"):
                     written.append(_write(buffer, value, k))
             return y, written
 
-        return self._loop(body, (x, buffers))
+        return self._loop(body, (x, buffers), layers)
 
     def backward(
         self, layers: Any, constants: tuple[Any, ...], stored: list[jax.Array], wanted: list[bool], cotangents: Any
@@ -174,7 +177,7 @@ class _Range:
             for buffer, name in zip(stored, self.stored_names, strict=True):
                 with jax.named_scope(f"load:{self.stack}:{name}"):
                     values.append(_read(buffer, k))
-            layer = _take(layers, i)
+            layer = _take(layers, i, self.stack)
             vjp = jax.tree.unflatten(self.vjp_tree, self._sources_to_leaves(layer, constants, values))
             with jax.named_scope(f"layer:{self.stack}"):
                 dlayer, dx, *dconst = vjp(_fill(self.carry, dx, _zero_cotangent))
@@ -187,15 +190,15 @@ class _Range:
             dconstants = [total + d for total, d in zip(dconstants, dconst, strict=True)]
             return _only_inexact(self.carry, dx), dlayers, dconstants
 
-        return self._loop(body, cotangents)
+        return self._loop(body, cotangents, layers)
 
-    def _loop(self, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+    def _loop(self, body: Callable[[jax.Array, Any], Any], carry: Any, layers: Any) -> Any:
         """`carry = body(k, carry)` for each layer, k counting from 0.
 
         With `lax.scan`, k is read from an array, and XLA only pipelines copies whose position is the loop's
         own counter. `lax.while_loop` counts itself, but it cannot be differentiated again.
         """
-        if not self.offloads:
+        if not self.offloads and not any(on_host(w) for w in jax.tree.leaves(layers)):
             counter = jnp.arange(self.count, dtype=jnp.int32)
             return jax.lax.scan(lambda carry, k: (body(k, carry), None), carry, counter)[0]
         start = (jnp.int32(0), carry)
@@ -297,8 +300,23 @@ def _instantiate(cotangent: Any) -> Any:
     return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_symbolic_zero(cotangent) else cotangent
 
 
-def _take(layers: Any, i: jax.Array) -> Any:
-    return jax.tree.map(lambda w: _read(w, i), layers)
+def _room_for_gradient(w: jax.Array, number: int) -> jax.Array:
+    """In the memory of `w`; for the number, see `_buffer`."""
+    if on_host(w):
+        return jax.device_put(jnp.full(w.shape, number, w.dtype), jax.memory.Space.Host)
+    return jnp.zeros_like(w)
+
+
+def _take(layers: Any, i: jax.Array, stack: str) -> Any:
+    """The weights of layer `i`, on the device."""
+
+    def one(path: Any, w: jax.Array) -> jax.Array:
+        if not on_host(w):
+            return _read(w, i)
+        with jax.named_scope(f"load:{stack}:{WEIGHT}{leaf_name(path)}"):
+            return jax.device_put(_read(w, i), jax.memory.Space.Device)
+
+    return jax.tree.map_with_path(one, layers)
 
 
 def _one_layer_of(layers: Any) -> Any:
@@ -310,6 +328,8 @@ def _read(stack: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def _write(stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
+    if on_host(stack) and not on_host(value):
+        value = jax.device_put(value, jax.memory.Space.Host)
     return jax.lax.dynamic_update_index_in_dim(stack, value, i, 0, allow_negative_indices=False)
 
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from forebay.graph.block import BlockGraph, forward_costs
 from forebay.graph.liveness import peak_bytes
 from forebay.graph.loss import LossGraph, gradients_before
 from forebay.graph.working import working_bytes
 from forebay.hardware import Hardware
+from forebay.offload.stream import SLICE_BYTES
 from forebay.planner.placement import EVERYTHING, Placement
 from forebay.planner.problem import LayerProblem, Op, Predicted, Problem, evaluate
 from forebay.planner.rates import Rates
@@ -16,6 +17,9 @@ from forebay.planner.simplify import simplify
 
 LEAST_OFFLOAD_BYTES = 2**20
 """Smaller tensors are not worth a copy: at 50 GB/s a MiB takes 20 us, of the order of what starting a copy takes."""
+
+UPDATE_SLICES = 6
+"""Slices on the device during an update: of two moments one coming in, one worked on, one going out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +82,14 @@ def build(
     hardware: Hardware,
     axis_sizes: dict[str, int],
     *,
-    optimizer_bytes: int,
+    state_sizes: Sequence[int],
     device_budget: float,
     host_budget: float,
     accumulate: int = 1,
+    state_host_fraction: float | None = 0.0,
+    hosted_weights: Mapping[str, int] | None = None,
+    sums_on_host: bool = False,
+    master_bytes: tuple[int, int] = (0, 0),
     rates: Rates | None = None,
 ) -> Costed:
     """The problem of placing the activations of `graph` on `hardware`.
@@ -90,20 +98,32 @@ def build(
         graph: the loss, per device.
         hardware: the machine.
         axis_sizes: the mesh.
-        optimizer_bytes: the optimizer's state on one device.
+        state_sizes: bytes on one device of each array of the optimizer's state.
         device_budget, host_budget: bytes for one device.
         accumulate: microbatches per step; the graph is of one of them.
+        state_host_fraction: the share of the state in host memory; None leaves it to the solver.
+        hosted_weights: for each stack the bytes of its weights, on one device, that live in host memory.
+        sums_on_host: whether the sums of gradients over microbatches are in host memory.
+        master_bytes: master weights beside the weights, on the device and in host memory.
         rates: how fast the machine is; by default `Rates` with its assumptions.
     """
     rates = rates or Rates(hardware, axis_sizes)
-    stacks = tuple(simplify(_layer_problem(graph, block, rates, hardware.platform)) for block in graph.blocks)
+    hosted = hosted_weights or {}
+    stacks = tuple(
+        _with_hosted(simplify(_layer_problem(graph, block, rates, hardware.platform)), hosted.get(block.stack.name, 0))
+        for block in graph.blocks
+    )
     gradients = graph.parameter_bytes
-    fixed = graph.parameter_bytes + optimizer_bytes + graph.argument_bytes * accumulate
+    optimizer_bytes, on_host = sum(state_sizes), sum(hosted.values())
+    masters, hosted_masters = master_bytes
+    fixed = graph.parameter_bytes - on_host + masters + optimizer_bytes + graph.argument_bytes * accumulate
+    sums = 0
     if accumulate > 1:  # the sum over the microbatches lives beside the gradients of one
-        fixed += gradients
+        sums = gradients if sums_on_host else on_host
+        fixed += gradients - sums
     outside = rates.total_s(graph.outside.costs, weights=False) + rates.total_s(graph.outside.costs, weights=True)
     # the optimizer reads weights, gradients and state, and writes weights and state
-    update_bytes = 2 * optimizer_bytes + 2 * graph.parameter_bytes + gradients
+    update_bytes = 2 * (optimizer_bytes + sum(master_bytes)) + 2 * graph.parameter_bytes + gradients
     update = update_bytes / (hardware.hbm_bytes_per_s * rates.efficiency.hbm)
     problem = Problem(
         stacks=stacks,
@@ -118,8 +138,21 @@ def build(
         device_budget=device_budget,
         host_budget=host_budget,
         least_offload_bytes=LEAST_OFFLOAD_BYTES,
+        state_sizes=tuple(state_sizes),
+        state_host_fraction=state_host_fraction,
+        update_slices_bytes=UPDATE_SLICES * SLICE_BYTES,
+        weights_host_bytes=on_host + hosted_masters,
+        gradients_host_bytes=on_host + sums,
     )
     return Costed(graph, rates, problem)
+
+
+def _with_hosted(stack: LayerProblem, num_bytes: int) -> LayerProblem:
+    """The stack with so many bytes of its weights, and of their gradients, in host memory."""
+    per_layer = num_bytes // stack.layers
+    return dataclasses.replace(
+        stack, fetched_bytes=per_layer, sent_bytes=per_layer, gradient_bytes=stack.gradient_bytes - num_bytes
+    )
 
 
 def _layer_problem(graph: LossGraph, block: BlockGraph, rates: Rates, platform: str) -> LayerProblem:

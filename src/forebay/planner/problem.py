@@ -13,6 +13,8 @@ The rules, for a range of n layers under one placement:
   (the backward's with what it recomputes), gathering and scattering the weights, and the copies to or
   from the host.
 - The copies that the first layer of a range's backward pass needs have nothing to hide behind.
+- Optimizer state on the host comes in and goes out by slices during the update, which takes the longer of its work on
+  HBM and of these copies. Weights on the host come in for each layer in both passes, and their gradients go out.
 - Device memory at the loss: all that is stored, and what the loss needs. During the backward pass of a
   range: what is stored for it and for those before it, the gradients so far, the working memory of a
   layer, and two layers' copies in flight.
@@ -22,6 +24,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from forebay.planner.hosted import LEAST_BYTES, choose_hosted
 from forebay.planner.placement import EVERYTHING, Placement
 
 COPY_SLOTS = 2
@@ -58,6 +61,8 @@ class LayerProblem:
         gradient_bytes: the gradients of all layers together.
         outside_gradient_bytes: gradients of weights outside of the stacks that are there before its backward pass.
         most_ranges: into how many ranges it can be cut at most; None is any number.
+        fetched_bytes: weights that come from the host for a layer, in either pass.
+        sent_bytes: gradients of a layer that go to the host.
     """
 
     stack: str
@@ -77,6 +82,8 @@ class LayerProblem:
     gradient_bytes: int = 0
     outside_gradient_bytes: int = 0
     most_ranges: int | None = None
+    fetched_bytes: int = 0
+    sent_bytes: int = 0
 
     @property
     def producers(self) -> dict[int, int]:
@@ -108,6 +115,13 @@ class Problem:
         device_budget, host_budget: what there is.
         correction_bytes: what the compiler was found to need beyond this account of the device.
         least_offload_bytes: tensors smaller than this per layer are not moved.
+        state_sizes: the arrays of the optimizer's state; all of them are in `fixed_bytes`.
+        state_host_fraction: the share of them in host memory (`forebay.offload.memories.choose_hosted`); None leaves
+            it to the solver.
+        update_slices_bytes: on the device during an update of anything in host memory: slices coming in, worked on,
+            going out.
+        weights_host_bytes: weights in host memory, which are not in `fixed_bytes`.
+        gradients_host_bytes: their gradients, which are not in any `gradient_bytes`.
     """
 
     stacks: tuple[LayerProblem, ...]
@@ -123,6 +137,29 @@ class Problem:
     microbatches: int = 1
     correction_bytes: float = 0.0
     least_offload_bytes: int = 0
+    state_sizes: tuple[int, ...] = ()
+    state_host_fraction: float | None = 0.0
+    update_slices_bytes: int = 0
+    weights_host_bytes: int = 0
+    gradients_host_bytes: int = 0
+
+    @property
+    def state_host_bytes(self) -> int:
+        """Of the optimizer's state."""
+        hosted = choose_hosted(self.state_sizes, self.state_host_fraction or 0.0)
+        return sum(size for size, h in zip(self.state_sizes, hosted, strict=True) if h)
+
+    @property
+    def movable_state_bytes(self) -> int:
+        if not (self.d2h_bytes_per_s > 0 and self.h2d_bytes_per_s > 0):
+            return 0
+        return sum(size for size in self.state_sizes if size >= LEAST_BYTES)
+
+    def update_copies(self, state_host_bytes: float) -> tuple[float, float]:
+        """Bytes of one update that go out and that come in: state and weights both, gradients in, for their norm
+        and for the update."""
+        out = state_host_bytes + self.weights_host_bytes
+        return out, out + 2 * self.gradients_host_bytes
 
     def stack(self, name: str) -> LayerProblem:
         return next(s for s in self.stacks if s.stack == name)
@@ -134,13 +171,22 @@ class Problem:
 
     @property
     def update_bytes(self) -> float:
-        """On the device while the optimizer updates: what stays, and all gradients."""
-        return self.fixed_bytes + self.gradient_bytes + self.outside_gradient_bytes
+        """On the device while the optimizer updates: what stays, all gradients, and slices of what does not stay."""
+        streamed = self.state_host_bytes + self.weights_host_bytes
+        slices = self.update_slices_bytes if streamed else 0
+        stays = self.fixed_bytes - self.state_host_bytes
+        return stays + self.gradient_bytes + self.outside_gradient_bytes + slices
 
     @property
     def base_bytes(self) -> float:
         """On the device throughout forward and backward pass."""
-        return self.fixed_bytes + self.correction_bytes + sum(s.hoisted_bytes for s in self.stacks)
+        stays = self.fixed_bytes - self.state_host_bytes
+        return stays + self.correction_bytes + sum(s.hoisted_bytes for s in self.stacks)
+
+    @property
+    def base_host_bytes(self) -> int:
+        """In host memory throughout: state, weights and gradients."""
+        return self.state_host_bytes + self.weights_host_bytes + self.gradients_host_bytes
 
     def may_offload(self, stack: LayerProblem, name: str) -> bool:
         links = self.d2h_bytes_per_s > 0 and self.h2d_bytes_per_s > 0
@@ -230,15 +276,17 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
             cost = layer_cost(stack, placement.tensors)
             d2h = _copy_s(n * cost.host_bytes, problem.d2h_bytes_per_s)
             h2d = _copy_s(n * cost.host_bytes, problem.h2d_bytes_per_s)
+            fetch = _copy_s(n * stack.fetched_bytes, problem.h2d_bytes_per_s)
+            send = _copy_s(n * stack.sent_bytes, problem.d2h_bytes_per_s)
             forward = n * max(stack.forward_s, stack.forward_weights_s)
             backward = n * max(stack.backward_s + cost.recompute_s, stack.backward_weights_s)
-            exposed_d2h += max(0.0, d2h - forward)
-            exposed_h2d += max(0.0, h2d - backward) + h2d / n
-            step += max(forward, d2h) + max(backward, h2d) + h2d / n
+            exposed_d2h += max(0.0, d2h - forward) + max(0.0, send - backward)
+            exposed_h2d += max(0.0, fetch - forward) + max(0.0, h2d + fetch - backward) + h2d / n
+            step += max(forward, d2h, fetch) + max(backward, h2d + fetch, send) + h2d / n
             recompute += n * cost.recompute_s
             host += n * cost.host_bytes
             stored += n * cost.device_bytes
-            working = stack.working_bytes + COPY_SLOTS * cost.host_bytes
+            working = stack.working_bytes + COPY_SLOTS * (cost.host_bytes + stack.fetched_bytes + stack.sent_bytes)
             points.append(
                 (
                     base + stored + later_gradients + stack.outside_gradient_bytes + working,
@@ -250,4 +298,14 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
     points.append((problem.update_bytes, "the update"))
     device, where = max(points)
     m = problem.microbatches
-    return Predicted(m * step + problem.update_s, device, host, m * recompute, m * exposed_d2h, m * exposed_h2d, where)
+    out, back = problem.update_copies(problem.state_host_bytes)
+    out, back = _copy_s(out, problem.d2h_bytes_per_s), _copy_s(back, problem.h2d_bytes_per_s)
+    return Predicted(
+        m * step + max(problem.update_s, out, back),
+        device,
+        host + problem.base_host_bytes,
+        m * recompute,
+        m * exposed_d2h + (max(0.0, out - problem.update_s) if out > back else 0.0),  # both ways at once: one waits
+        m * exposed_h2d + (max(0.0, back - problem.update_s) if back >= out else 0.0),
+        where,
+    )

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 from forebay.planner.build import Costed
-from forebay.planner.search import Compile, Found, choose
+from forebay.planner.search import Compile, Decision, Found, choose
 from forebay.units import format_seconds
 
 WORTH = 1.15
@@ -65,7 +65,7 @@ def rank(
             continue
         seen.add(placements)
         progress(f"compiling a candidate: {name}, {format_seconds(predicted.step_s)} a step")
-        measured = compile_plan(placements)
+        measured = compile_plan(Decision(placements, found.decision.state_host_fraction))
         compiles += 1
         fits = (
             not measured.refused

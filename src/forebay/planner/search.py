@@ -6,6 +6,7 @@ from typing import Any
 
 from forebay.errors import EXIT_DOES_NOT_FIT, UserError
 from forebay.planner.build import Costed
+from forebay.planner.hosted import choose_hosted
 from forebay.planner.placement import Placement
 from forebay.planner.problem import Predicted, Problem
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S, solve
@@ -38,7 +39,15 @@ class Measured:
     step_s: float | None = None
 
 
-Compile = Callable[[tuple[Placement, ...]], Measured]
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a search decides: placements of activations, and the share of the optimizer's state in host memory."""
+
+    placements: tuple[Placement, ...]
+    state_host_fraction: float = 0.0
+
+
+Compile = Callable[[Decision], Measured]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Found:
     Attributes:
         placements: the plan.
         predicted: of it, with what the compiles taught.
-        problem: with these corrections.
+        problem: with these corrections, and the share of the optimizer's state in host memory that was decided.
         gap: how far from the best it may be, relative, under the model.
         measured: the compiler's word on it; None where nothing could be compiled.
         compiles: how many plans were compiled.
@@ -63,6 +72,10 @@ class Found:
     compiles: int
     fits: bool
 
+    @property
+    def decision(self) -> "Decision":
+        return Decision(self.placements, self.problem.state_host_fraction or 0.0)
+
 
 class InfeasibleError(UserError):
     """Nothing fits the budgets; the message says how much is missing and what would free it."""
@@ -74,10 +87,31 @@ Choice = tuple[tuple[Placement, ...], Predicted, Problem, float]
 
 
 def choose(costed: Costed, problem: Problem, *, variants: int, time_limit_s: float) -> Choice | None:
-    """The best placements, each with its own working memory: the solver is given that of the last answer.
+    """The best placements, and the best share of the optimizer's state in host memory where that is open.
 
-    Returns placements, their prediction, the problem as corrected, and the gap; None if nothing fits.
+    The solver moves any number of bytes of the state. Whole arrays are moved: those that come to at least as
+    many, and one less, are tried, and none.
+
+    Returns placements, their prediction, the problem as corrected and with its state placed, and the gap;
+    None if nothing fits.
     """
+    limits = {"variants": variants, "time_limit_s": time_limit_s}
+    if problem.state_host_fraction is not None:
+        return _refine(costed, problem, **limits)
+    solution = solve(problem, **limits)
+    if solution is None:
+        return None
+    fractions = {0.0, solution.state_host_fraction}
+    hosted = choose_hosted(problem.state_sizes, solution.state_host_fraction)
+    moved = sorted(size for size, h in zip(problem.state_sizes, hosted, strict=True) if h)
+    fractions |= {sum(moved[1:]) / sum(problem.state_sizes)} if moved else set()
+    placed = (dataclasses.replace(problem, state_host_fraction=f) for f in sorted(fractions))
+    found = [c for p in placed if (c := _refine(costed, p, **limits)) is not None]
+    return min(found, key=lambda c: c[1].step_s, default=None)
+
+
+def _refine(costed: Costed, problem: Problem, *, variants: int, time_limit_s: float) -> Choice | None:
+    """The best placements, each with its own working memory: the solver is given that of the last answer."""
     best = None
     seen: set[tuple[Placement, ...]] = set()
     for _ in range(_REFINEMENTS):
@@ -118,7 +152,7 @@ def search(
     """
     problem = costed.problem
     best: Found | None = None
-    compiled: dict[tuple[Placement, ...], Measured] = {}
+    compiled: dict[Decision, Measured] = {}
     correction = problem.correction_bytes + margin * problem.device_budget
     failed = 0.0  # the correction that the last plan which did not fit asked for
     halvings = 0
@@ -131,25 +165,26 @@ def search(
         if choice is None and best is None and compile_plan is not None:
             # the account may be too large, or what a compile taught may not hold for all plans: let the compiler say
             choice = _nearly(costed, problem)
-            choice = None if choice is not None and choice[0] in compiled else choice
+            choice = None if choice is not None and _decision(choice) in compiled else choice
         if choice is None:
             if best is not None:
                 return dataclasses.replace(best, compiles=len(compiled))
             raise InfeasibleError(_never_fitted(compiled, problem) if compiled else explain_infeasible(costed, problem))
         placements, predicted, corrected, gap = choice
+        decision = _decision(choice)
         if compile_plan is None:
             return Found(placements, predicted, corrected, gap, None, 0, False)
-        repeated = placements in compiled and (best is None or placements != best.placements)
+        repeated = decision in compiled and (best is None or decision != best.decision)
         if repeated and best is not None and failed > correction and halvings < _HALVINGS:
             correction, halvings = (correction + failed) / 2, halvings + 1  # between what fits and what did not
             continue
         faster = best is None or predicted.step_s < best.predicted.step_s * (1 - GAIN)
-        if placements in compiled or not faster or len(compiled) >= max_compiles:
+        if decision in compiled or not faster or len(compiled) >= max_compiles:
             if best is None:
                 raise InfeasibleError(_never_fitted(compiled, problem))
             return dataclasses.replace(best, compiles=len(compiled))
         progress(f"compiling a plan of {format_seconds(predicted.step_s)} a step")
-        measured = compiled[placements] = compile_plan(placements)
+        measured = compiled[decision] = compile_plan(decision)
         correction = corrected.correction_bytes + measured.device_bytes - predicted.device_bytes
         fits = (
             not measured.refused
@@ -169,26 +204,39 @@ def search(
             )
 
 
+def _decision(choice: Choice) -> Decision:
+    return Decision(choice[0], choice[2].state_host_fraction or 0.0)
+
+
 def _nearly(costed: Costed, problem: Problem) -> Choice | None:
     """The plan that needs least, if it is over the budget by less than the account may be off."""
     least = least_memory(problem)
-    if problem.update_bytes > problem.device_budget or least is None or least > DOUBT * problem.device_budget:
+    if _least_update_bytes(problem) > problem.device_budget or least is None or least > DOUBT * problem.device_budget:
         return None
     solution = solve(dataclasses.replace(problem, device_budget=least), variants=1)
     if solution is None:
         return None
+    problem = dataclasses.replace(problem, state_host_fraction=solution.state_host_fraction)
     predicted, _ = costed.predict(solution.placements, problem)
     return solution.placements, predicted, problem, solution.gap
+
+
+def _least_update_bytes(problem: Problem) -> float:
+    """What the update needs on the device with as much of the optimizer's state in host memory as may be."""
+    if problem.state_host_fraction is not None or not problem.movable_state_bytes:
+        return problem.update_bytes
+    moved = min(problem.movable_state_bytes, problem.host_budget)
+    return min(problem.update_bytes, problem.update_bytes - moved + problem.update_slices_bytes)
 
 
 def explain_infeasible(costed: Costed, problem: Problem) -> str:
     """Why nothing fits: how many bytes are missing and what would free them."""
     budget = problem.device_budget
     of = f"of the {format_bytes(budget)} on each device"
-    if problem.update_bytes > budget:
+    if (needed := _least_update_bytes(problem)) > budget:
         return (
-            f"weights, optimizer state and gradients alone need {format_bytes(problem.update_bytes)} {of}: "
-            f"{format_bytes(problem.update_bytes - budget)} too much. What frees memory: more devices to split them over "
+            f"weights, optimizer state and gradients alone need {format_bytes(needed)} {of}: "
+            f"{format_bytes(needed - budget)} too much. What frees memory: more devices to split them over "
             f"(weights take {format_bytes(costed.graph.parameter_bytes)} here), optimizer state on the host, or fewer bytes per "
             f"parameter"
         )

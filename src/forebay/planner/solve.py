@@ -32,11 +32,15 @@ _GIB = float(2**30)
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """The placements found, what they cost, and how far from the optimum they may be (relative)."""
+    """The placements found, what they cost, and how far from the optimum they may be (relative).
+
+    `state_host_fraction` is the share of the optimizer's state in host memory: the problem's, where that has one.
+    """
 
     placements: tuple[Placement, ...]
     predicted: Predicted
     gap: float
+    state_host_fraction: float = 0.0
 
 
 class _Program:
@@ -143,13 +147,18 @@ def solve(
         s.stack: _stack(program, problem, s, min(variants, s.layers, s.most_ranges or variants), scale)
         for s in problem.stacks
     }
-    _memory(program, problem, ranges)
+    state = _state(program, problem, scale)
+    _memory(program, problem, ranges, state)
     values, gap = program.solve(time_limit_s, relative_gap)
     if values is None:
         return None
+    fraction = problem.state_host_fraction
+    if fraction is None:
+        fraction = 0.0 if state is None else min(1.0, max(0.0, values[state]) * _GIB / sum(problem.state_sizes))
+        problem = dataclasses.replace(problem, state_host_fraction=0.0 if fraction < 1e-9 else fraction)
     placements = tuple(p for s in problem.stacks for p in _placements(s, ranges[s.stack], values))
     placements = _merge(_explicit(problem, p) for p in settle(problem, placements))
-    return Solution(placements, evaluate(problem, placements), gap)
+    return Solution(placements, evaluate(problem, placements), gap, problem.state_host_fraction or 0.0)
 
 
 def settle(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -268,6 +277,10 @@ def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: floa
     forward, backward = (program.variable(np.inf, cost=1.0) for _ in range(2))
     program.at_most([(stack.forward_s / scale, n), (-1, forward)], 0)
     program.at_most([(stack.forward_weights_s / scale, n), (-1, forward)], 0)
+    if stack.fetched_bytes:
+        program.at_most([(stack.fetched_bytes / problem.h2d_bytes_per_s / scale, n), (-1, forward)], 0)
+    if stack.sent_bytes:
+        program.at_most([(stack.sent_bytes / problem.d2h_bytes_per_s / scale, n), (-1, backward)], 0)
     program.at_most([(stack.backward_s / scale, n), *recompute, (-1, backward)], 0)
     program.at_most([(stack.backward_weights_s / scale, n), (-1, backward)], 0)
     movable = [name for name in stack.names if problem.may_offload(stack, name)]
@@ -275,13 +288,29 @@ def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: floa
     if movable:
         out, back = (_GIB / rate / scale for rate in (problem.d2h_bytes_per_s, problem.h2d_bytes_per_s))
         program.at_most([*((size * out, v) for size, v in host_bytes), (-1, forward)], 0)
-        program.at_most([*((size * back, v) for size, v in host_bytes), (-1, backward)], 0)
+        fetched = (stack.fetched_bytes / _GIB * back, n)
+        program.at_most([*((size * back, v) for size, v in host_bytes), fetched, (-1, backward)], 0)
         for size, v in in_flight:
             program.cost[v] += size * back
     return _Range(n, used, device, host, everything, device_bytes, host_bytes, in_flight)
 
 
-def _memory(program: _Program, problem: Problem, ranges: dict[str, list[_Range]]) -> None:
+def _state(program: _Program, problem: Problem, scale: float) -> int | None:
+    """A variable for the optimizer's state in host memory, in GiB, where that is to be decided."""
+    if problem.state_host_fraction is not None or not problem.movable_state_bytes:
+        return None
+    state = program.variable(problem.movable_state_bytes / _GIB)
+    # the step that is minimised is of one microbatch, and the update comes once for all of them
+    update = program.variable(np.inf, cost=1.0)
+    share = scale * problem.microbatches
+    program.at_most([(-1, update)], -problem.update_s / share)
+    for fixed, rate in zip(problem.update_copies(0), (problem.d2h_bytes_per_s, problem.h2d_bytes_per_s), strict=True):
+        program.at_most([(_GIB / rate / share, state), (-1, update)], -fixed / rate / share)
+    return state
+
+
+def _memory(program: _Program, problem: Problem, ranges: dict[str, list[_Range]], state: int | None) -> None:
+    freed = [] if state is None else [(-1.0, state)]
     base = problem.base_bytes
     stored: list[tuple[float, int]] = []
     later_gradients = problem.gradient_bytes
@@ -290,14 +319,16 @@ def _memory(program: _Program, problem: Problem, ranges: dict[str, list[_Range]]
             stored += r.device_bytes
             room = problem.device_budget - base - later_gradients - stack.outside_gradient_bytes
             copies = [(COPY_SLOTS * size, v) for size, v in r.in_flight]
-            program.at_most([*stored, (stack.working_bytes / _GIB, r.used), *copies], room / _GIB)
+            working = stack.working_bytes + COPY_SLOTS * (stack.fetched_bytes + stack.sent_bytes)
+            program.at_most([*stored, (working / _GIB, r.used), *copies, *freed], room / _GIB)
         later_gradients -= stack.gradient_bytes
-    program.at_most(stored, (problem.device_budget - base - problem.loss_bytes) / _GIB)
-    if problem.update_bytes > problem.device_budget:
-        program.at_most([], -1.0)  # not even the update fits
+    program.at_most([*stored, *freed], (problem.device_budget - base - problem.loss_bytes) / _GIB)
+    slices = problem.update_slices_bytes if state is not None else 0
+    program.at_most(freed, (problem.device_budget - problem.update_bytes - slices) / _GIB)
     on_host = [term for rs in ranges.values() for r in rs for term in r.host_bytes]
-    if on_host and np.isfinite(problem.host_budget):
-        program.at_most(on_host, problem.host_budget / _GIB)
+    if (on_host or state is not None or problem.base_host_bytes) and np.isfinite(problem.host_budget):
+        in_host = [] if state is None else [(1.0, state)]
+        program.at_most([*on_host, *in_host], (problem.host_budget - problem.base_host_bytes) / _GIB)
 
 
 def _placements(stack: LayerProblem, ranges: Sequence[_Range], values: np.ndarray) -> list[Placement]:

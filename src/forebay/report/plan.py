@@ -120,6 +120,7 @@ def summary(data: Mapping[str, Any]) -> list[str]:
     ]
     if (step_s := p.get("timeline_step_time_s")) is not None:
         lines.append(f"the compiled step's timeline: {format_seconds(step_s)} (simulated, see forebay timeline)")
+    lines += _state_lines(p.get("state") or {})
     price = p.get("seconds_saved_by_one_more_gib")
     if price is not None:
         lines.append(f"one more GiB of device memory would save {format_seconds(price)} a step")
@@ -133,6 +134,18 @@ def summary(data: Mapping[str, Any]) -> list[str]:
     else:
         lines.append(f"[bold yellow]not verified[/bold yellow]: estimated {of}, {host}, fullest in {p['fullest_at']}")
     return lines
+
+
+def _state_lines(state: Mapping[str, int]) -> list[str]:
+    """What of the training state is in host memory."""
+    parts = []
+    if moved := state.get("optimizer_host_bytes"):
+        parts.append(f"{format_bytes(moved)} of {format_bytes(state['optimizer_bytes'])} of optimizer state")
+    if moved := state.get("weights_host_bytes"):
+        parts.append(f"{format_bytes(moved)} of weights")
+    if moved := state.get("gradients_host_bytes"):
+        parts.append(f"{format_bytes(moved)} of gradients")
+    return [f"in host memory between steps: {', '.join(parts)}"] if parts else []
 
 
 def explain(data: Mapping[str, Any]) -> str:
@@ -166,7 +179,7 @@ def print_diff(before: Any, after: Any, *, as_json: bool) -> None:
     }
     settings = {
         key: [getattr(before, key), getattr(after, key)]
-        for key in ("hardware", "devices", "mesh", "batch", "seq")
+        for key in ("hardware", "devices", "mesh", "batch", "seq", "optimizer_host_fraction", "parameters_host_fraction")
         if getattr(before, key) != getattr(after, key)
     }
     if as_json:

@@ -1,6 +1,7 @@
 """Planning our own training step: for machines that are not there, and for the devices there are."""
 
 import dataclasses
+import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +16,9 @@ from forebay.hardware import Hardware
 from forebay.hardware.present import available_host_bytes, cpu_hardware, hardware_of
 from forebay.pipeline import device_budget, find_plan, host_budget
 from forebay.planner.build import Costed, build
-from forebay.planner.placement import Placement
+from forebay.planner.plan import Plan
 from forebay.planner.problem import layer_cost
-from forebay.planner.search import MAX_COMPILES, Measured
+from forebay.planner.search import MAX_COMPILES, Decision, InfeasibleError, Measured
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
 from forebay.report.memory import compile_json
 from forebay.timeline.build import timeline
@@ -69,12 +70,15 @@ def planned_program(
     if not config.is_planned:
         return program
     hardware = hardware or hardware_of(devices[0])
-    costed = cost_program(program, hardware, device_budget(hardware, hbm, memory_fraction), host_budget(hardware, host))
+    device_bytes, host_bytes = device_budget(hardware, hbm, memory_fraction), host_budget(hardware, host)
     base = dataclasses.replace(program.plan, placements=(), hardware=hardware.name)
     deviceless = devices[0] not in jax.devices()
 
-    def compile_plan(placements: tuple[Placement, ...]) -> Measured:
-        candidate = dataclasses.replace(program, plan=dataclasses.replace(base, placements=placements))
+    def compile_plan(base: Plan, decision: Decision) -> Measured:
+        plan = dataclasses.replace(
+            base, placements=decision.placements, optimizer_host_fraction=decision.state_host_fraction
+        )
+        candidate = dataclasses.replace(program, plan=plan)
         done = compile_program(candidate, hardware, deviceless=deviceless, memory_fraction=memory_fraction)
         compiled = done.compiled
         report = compile_json(compiled, candidate, hardware, memory_fraction, done.options)
@@ -87,10 +91,25 @@ def planned_program(
             report["timeline"]["step_time_s"],
         )  # fmt: skip
 
-    plan = find_plan(
-        costed, base, None if hardware.platform == "cpu" else compile_plan, "the memory of a CPU is not checked",
-        variants=variants, max_compiles=max_compiles, time_limit_s=time_limit_s, progress=progress,
-    )  # fmt: skip
+    def find(parameters_host_fraction: float) -> Plan:
+        these = dataclasses.replace(base, parameters_host_fraction=parameters_host_fraction)
+        costed = cost_program(
+            dataclasses.replace(program, plan=these), hardware, device_bytes, host_bytes, config.optimizer_host_fraction
+        )
+        return find_plan(
+            costed, these, None if hardware.platform == "cpu" else functools.partial(compile_plan, these),
+            "the memory of a CPU is not checked", variants=variants, max_compiles=max_compiles,
+            time_limit_s=time_limit_s, progress=progress,
+        )  # fmt: skip
+
+    # weights come in twice a microbatch and their gradients go out: only where nothing fits with them on the device
+    try:
+        plan = find(config.parameters_host_fraction or 0.0)
+    except InfeasibleError:
+        if config.parameters_host_fraction is not None or not hardware.host_link.h2d_bytes_per_s:
+            raise
+        progress("nothing fits with the weights on the device: planning with the layers' weights on the host")
+        plan = find(1.0)
     return dataclasses.replace(program, plan=plan)
 
 
@@ -152,13 +171,21 @@ def step_options(
     return options, tuple(str(w.message) for w in caught)
 
 
-def cost_program(program: Program, hardware: Hardware, device_bytes: int, host_bytes: int) -> Costed:
-    """The planning problem of a program."""
+def cost_program(
+    program: Program,
+    hardware: Hardware,
+    device_bytes: int,
+    host_bytes: int,
+    state_host_fraction: float | None = 0.0,
+) -> Costed:
+    """The planning problem of a program; without a `state_host_fraction`, where the optimizer's state lives is part of
+    it."""
     axis_sizes = dict(program.sharding.mesh.shape)
-    state = argument_bytes(program.abstract_state.optimizer, program.state_shardings.optimizer)
     return build(
-        program_graph(program), hardware, axis_sizes, optimizer_bytes=state,
+        program_graph(program), hardware, axis_sizes, state_sizes=program.optimizer_sizes,
         device_budget=device_bytes, host_budget=host_bytes, accumulate=program.config.accumulate,
+        state_host_fraction=state_host_fraction, hosted_weights=program.hosted_weight_bytes,
+        sums_on_host=program.config.accumulate_on == "host", master_bytes=program.master_bytes,
     )  # fmt: skip
 
 

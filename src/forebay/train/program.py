@@ -17,10 +17,11 @@ from forebay.errors import UserError, unknown
 from forebay.graph.residuals import BlockNames, block_names
 from forebay.models.registry import Model, fingerprint, get_model
 from forebay.offload import scan_layers
-from forebay.offload.memories import LEAST_BYTES, choose_hosted, local_bytes, settle, with_memory
+from forebay.offload.memories import local_bytes, settle, with_memory
 from forebay.offload.optimizer import add_streamed, streamed_update
 from forebay.ops.attention import KernelChoice, choose_kernel
 from forebay.ops.cross_entropy import CHUNKINGS, choose_chunking
+from forebay.planner.hosted import LEAST_BYTES, choose_hosted
 from forebay.planner.placement import parse_placement
 from forebay.planner.plan import ModelId, Plan
 from forebay.sharding import Sharding, make_mesh, parse_mesh, single_device
@@ -107,6 +108,31 @@ class Program:
             optimizer=jax.tree.unflatten(jax.tree.structure(state.optimizer), optimizer),
             master=masters,
         )
+
+    @property
+    def optimizer_sizes(self) -> list[int]:
+        """Bytes on one device of each array of the optimizer's state."""
+        return local_bytes(self.abstract_state.optimizer, self._split.optimizer)
+
+    @property
+    def hosted_weight_bytes(self) -> dict[str, int]:
+        """For each stack, the bytes on one device of its weights that live in host memory."""
+        found = dict.fromkeys(self.model.stacks, 0)
+        sizes = local_bytes(self.abstract_state.weights, self._split.weights)
+        hosted = jax.tree.leaves_with_path(self.hosted.weights)
+        for (path, is_hosted), size in zip(hosted, sizes, strict=True):
+            if is_hosted:
+                found[path[0].name] += size
+        return found
+
+    @property
+    def master_bytes(self) -> tuple[int, int]:
+        """Bytes on one device of the master weights: on the device, and in host memory."""
+        if self.abstract_state.master is None:
+            return 0, 0
+        sizes = local_bytes(self.abstract_state.master, self._split.master)
+        on_host = sum(s for s, h in zip(sizes, jax.tree.leaves(self.hosted.master), strict=True) if h)
+        return sum(sizes) - on_host, on_host
 
     @functools.cached_property
     def _split(self) -> TrainState:

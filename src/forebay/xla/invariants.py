@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from forebay.units import format_bytes
 from forebay.xla.buffers import Assignment
 from forebay.xla.hlo import arrays_of
-from forebay.xla.windows import UPDATE, BufferScopes, Transfer
+from forebay.xla.windows import GRADIENT, UPDATE, WEIGHT, BufferScopes, Transfer
 
 type HostBuffers = dict[tuple[str, str], Counter[int]]
 """By stack and name: the sizes of the buffers in bytes, without padding, and how many there are of each."""
@@ -40,7 +40,8 @@ def violations(transfers: Iterable[Transfer], buffers: HostBuffers) -> list[str]
     """
     transfers = list(transfers)
     tensors = [*buffers, *((t.stack, t.name) for t in transfers if t.stack)]
-    tensors = [(stack, name) for stack, name in tensors if stack != UPDATE]  # a loop that fetches ahead reads one more
+    # weights are read twice and gradients by the update, whose loops fetch one slice more than there are
+    tensors = [(s, n) for s, n in tensors if s != UPDATE and not n.startswith((WEIGHT, GRADIENT))]
     found = []
     for stack, name in dict.fromkeys(tensors):
         sizes = buffers.get((stack, name), Counter())

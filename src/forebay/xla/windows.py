@@ -31,6 +31,9 @@ HIDDEN_WINDOW = 0.9
 SCOPE = re.compile(r"\b(?:save|load):([^/:]+):([\w.\-]+)")
 """The scope around a residual's storing and fetching: stack and name."""
 
+WEIGHT, GRADIENT = "weight.", "gradient."
+"""What the names of weights and gradients begin with, where these are in host memory; those of activations are plain."""
+
 UPDATE = "update"
 UPDATE_SCOPE = re.compile(r"\bupdate:([\w.\-]+)")
 """The scope around what is streamed through the device: the name of the array."""
@@ -145,7 +148,9 @@ class _Reader:
             stack, name = self._scope(copy)
             body = copy.start.computation
             in_loop = body in layer_loops
-            if in_loop and stack == UPDATE:
+            if in_loop and stack == UPDATE and self.flops.computation(body):
+                name = f"{GRADIENT}{name}"  # made by the layers, and known by the update that reads it
+            elif in_loop and stack == UPDATE:
                 window = self._both_ways(copy)
                 depth = self._depth(body)
                 yield copy.start, Transfer(name, stack, copy.direction, "update", copy.num_bytes, times, window, depth)
