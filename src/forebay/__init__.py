@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from forebay.offload.apply import apply
     from forebay.pipeline import plan
     from forebay.planner import Placement, Plan
+    from forebay.timeline.build import timeline
+    from forebay.timeline.timeline import Timeline
     from forebay.xla.compile import CompiledStep, compile_step
     from forebay.xla.topology import compile_only_devices
 
@@ -22,6 +24,7 @@ __all__ = [
     "Hardware",
     "Placement",
     "Plan",
+    "Timeline",
     "UserError",
     "apply",
     "auto_name",
@@ -31,6 +34,7 @@ __all__ = [
     "name",
     "plan",
     "scan_layers",
+    "timeline",
 ]
 
 _HOME = {
@@ -38,6 +42,7 @@ _HOME = {
     "Hardware": "forebay.hardware",
     "Placement": "forebay.planner",
     "Plan": "forebay.planner",
+    "Timeline": "forebay.timeline.timeline",
     "UserError": "forebay.errors",
     "apply": "forebay.offload.apply",
     "auto_name": "forebay.graph.auto_name",
@@ -47,6 +52,7 @@ _HOME = {
     "name": "forebay.offload",
     "plan": "forebay.pipeline",
     "scan_layers": "forebay.offload",
+    "timeline": "forebay.timeline.build",
 }
 
 

@@ -13,10 +13,12 @@ from forebay.planner.build import Costed, build
 from forebay.planner.placement import EVERYTHING, PRESETS, Placement
 from forebay.planner.plan import ModelId, Plan
 from forebay.planner.problem import evaluate
+from forebay.planner.rank import rank
 from forebay.planner.reasons import reasons, shadow_price, unnamed_notes
 from forebay.planner.search import MAX_COMPILES, Compile, Decision, Found, Measured, search
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
-from forebay.units import MiB, parse_bytes
+from forebay.timeline.compare import difference
+from forebay.units import MiB, format_seconds, parse_bytes
 
 HOST_SHARE = 0.8
 """The share of the host's memory that plans may fill; the rest is for the system, the data and the processes.
@@ -115,17 +117,29 @@ def find_plan(
     found = search(
         costed, compile_plan, variants=variants, max_compiles=max_compiles, time_limit_s=time_limit_s, progress=progress
     )
+    candidates = rank(
+        found, costed, compile_plan, variants=variants, max_compiles=max_compiles, time_limit_s=time_limit_s,
+        progress=progress,
+    )  # fmt: skip
+    found = candidates[0].found if candidates else found
     notes = unnamed_notes(costed)
+    if len(candidates) > 1:
+        times = ", ".join(f"{c.name} {format_seconds(c.step_s)}" for c in candidates)
+        notes.append(f"compiled plans, by the step time of their timelines: {times}; the first was taken")
     if found.measured is None:
         notes.insert(0, f"not compiled, so its memory is an estimate: {why_not}")
     notes += found.measured.notes if found.measured else ()
     found = _as_compiled(found)
     price = shadow_price(found.problem, found.predicted.step_s, variants=variants, time_limit_s=time_limit_s)
+    predicted = _predicted(found, price)
+    if found.measured is not None and found.measured.step_s is not None:
+        predicted["timeline_step_time_s"] = found.measured.step_s
+        notes += [line for line in (difference(predicted, found.measured.report["timeline"]),) if line]
     return dataclasses.replace(
         base,
         placements=found.placements,
         optimizer_host_fraction=found.problem.state_host_fraction or 0.0,
-        predicted=_predicted(found, price),
+        predicted=predicted,
         compiled=None if found.measured is None else found.measured.report,
         verified=found.fits,
         alternatives=tuple(alternatives(costed, found)),
@@ -264,6 +278,8 @@ def _compiler(
     import jax.sharding
 
     from forebay.offload.apply import apply
+    from forebay.timeline.build import timeline
+    from forebay.timeline.compare import brief
     from forebay.xla.compile import compile_hidden
     from forebay.xla.exposure import explain
     from forebay.xla.invariants import explain_violations
@@ -340,7 +356,11 @@ def _compiler(
         }
         shown = explain(compiled.transfers, None, compiled.remat.count)
         notes = () if shown is None else (shown,)
-        return Measured(compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes)
+        report["timeline"] = brief(timeline(compiled.module, machine, devices=len(devices)))
+        return Measured(
+            compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes,
+            report["timeline"]["step_time_s"],
+        )  # fmt: skip
 
     return compile_plan, None
 

@@ -63,3 +63,20 @@ def test_text_that_is_no_hlo_is_an_empty_module():
     module = parse_module("nothing here\nat all {\n")
     assert module.entry == "" and not module.scheduled
     assert list(module.instructions()) == []
+
+
+def test_operands_with_and_without_percent_signs_and_shapes():
+    lines = {
+        "%a = f32[4]{0} add(%x, %y.1), metadata={}": ("x", "y.1"),
+        "a = f32[4]{0} add(x, y.1)": ("x", "y.1"),
+        "a = f32[4]{0} add(f32[4]{0} x, f32[4,2]{1,0} y.1)": ("x", "y.1"),
+        "%a = f32[4]{0} add(f32[4]{0} %x, (f32[4], s32[]) %y.1)": ("x", "y.1"),
+        "%a = (f32[4]{0}) tuple(%x, /*index=1*/%y)": ("x", "y"),
+        "a = s32[] constant(7)": (),
+        "a = f32[4]{0} parameter(0)": (),
+        "a = f32[4]{0} iota(), iota_dimension=0": (),
+    }
+    for line, names in lines.items():
+        module = parse_module(f"HloModule m\n\nENTRY %e (p: f32[]) -> f32[] {{\n  ROOT {line}\n}}\n")
+        root = module.root("e")
+        assert root is not None and root.operands == names, line

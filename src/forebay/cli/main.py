@@ -12,8 +12,12 @@ VERBS = {
     "plan": "find the fastest placement that fits the memory of a machine, and prove it with the compiler",
     "train": "train a language model on the devices there are",
     "compile": "compile a training step for machines that are not there, and say what its memory holds",
+    "timeline": "simulate a compiled step: when everything in it runs, and what it waits for",
     "hardware": "the machines forebay knows, each figure with its source",
 }
+
+_DEVICELESS = ("compile", "plan", "timeline")
+"""Verbs that never use a device."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,8 +60,9 @@ def _run(argv: list[str]) -> int:
 
     module = importlib.import_module(f"forebay.cli.{verb}")
     subverbs = getattr(module, "SUBVERBS", {})
-    if argv[1:2] and argv[1] in subverbs:
-        return subverbs[argv[1]](argv[2:])
+    for n, argument in enumerate(argv[1:], start=1):
+        if argument in subverbs and (n == 1 or argument.startswith("--")):
+            return subverbs[argument]([*argv[1:n], *argv[n + 1 :]])
     short = getattr(module, "SHORT", {})
     config = parse(
         module.Config,
@@ -76,7 +81,7 @@ def _choose_platform(verb: str) -> None:
     Compiling needs no device and should not take one's memory. A compiler that is installed for machines
     that are not there (extra `aot`) would otherwise complain at length that they are not.
     """
-    if verb in ("compile", "plan") or (
+    if verb in _DEVICELESS or (
         "JAX_PLATFORMS" not in os.environ
         and not any(
             glob.glob(pattern)
@@ -84,7 +89,7 @@ def _choose_platform(verb: str) -> None:
         )
     ):
         os.environ["JAX_PLATFORMS"] = "cpu"
-    if verb in ("compile", "plan"):  # what the compiler warns of is in the report
+    if verb in _DEVICELESS:  # what the compiler warns of is in the report
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 

@@ -58,11 +58,13 @@ class Host:
         memory_bytes: host memory, all of it.
         devices: devices in one host.
         devices_per_cpu: devices whose copies go through the same CPU, and so contend for its memory.
+        cpu_memory_bytes_per_s: the bandwidth of one CPU's memory, reads and writes together; None if not known.
     """
 
     memory_bytes: int
     devices: int
     devices_per_cpu: int
+    cpu_memory_bytes_per_s: float | None = None
 
     @property
     def memory_bytes_per_device(self) -> int:

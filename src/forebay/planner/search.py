@@ -28,7 +28,7 @@ _HALVINGS = 4
 class Measured:
     """What the compiler says of a plan: bytes per device, and whether it accepted it.
 
-    `report` and `notes` go into the plan as they are.
+    `step_s` is its simulated step time, where there is one. `report` and `notes` go into the plan as they are.
     """
 
     device_bytes: int
@@ -36,6 +36,7 @@ class Measured:
     refused: bool
     report: Any = None
     notes: tuple[str, ...] = ()
+    step_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,6 +118,8 @@ def summary(data: Mapping[str, Any]) -> list[str]:
         f"predicted step: {format_seconds(p['step_time_s'])}, of which recomputing {format_seconds(p['recompute_s'])} and "
         f"waiting for the host {format_seconds(exposed)} (a model of the machine, not a measurement)"
     ]
+    if (step_s := p.get("timeline_step_time_s")) is not None:
+        lines.append(f"the compiled step's timeline: {format_seconds(step_s)} (simulated, see forebay timeline)")
     lines += _state_lines(p.get("state") or {})
     price = p.get("seconds_saved_by_one_more_gib")
     if price is not None:

@@ -60,6 +60,8 @@ class CompiledStep:
     refused: str | None
     """The compiler's message where it refused the program for lack of memory; sizes are still those it found."""
     versions: Mapping[str, str]
+    module: Module = dataclasses.field(repr=False)
+    """The optimised, scheduled program."""
 
     def peak_rows(self, memory: str) -> tuple[Row, ...]:
         """The rows of `device` or `host` memory; those of the device add up to `device.total`."""
@@ -123,6 +125,7 @@ def compile_step(
         lower_time_s=lowered_at - start,
         refused=refused,
         versions=versions(),
+        module=module,
     )
 
 

@@ -8,6 +8,7 @@ from shapes. Elementwise work is not counted.
 import functools
 import math
 import re
+from collections.abc import Iterator
 
 from forebay.xla.hlo import Array, Instruction, Module, arrays_of
 
@@ -47,6 +48,8 @@ class FlopCounter:
             return 0.0
         if opcode == "dot":
             return self._dot(instruction)
+        if opcode == "ragged-dot":
+            return self._ragged_dot(instruction)
         if opcode == "convolution":
             return self._convolution(instruction)
         if opcode.startswith("custom-call"):
@@ -54,10 +57,25 @@ class FlopCounter:
         if opcode == "while":
             return (self._module.trip_count(instruction) or 1) * self.computation(instruction.called("body") or "")
         if opcode == "conditional":
-            return max(map(self.computation, _called(instruction)), default=0.0)
+            return max(map(self.computation, called(instruction)), default=0.0)
         if opcode.startswith(("fusion", "call", "async")):
-            return sum(map(self.computation, _called(instruction)))
+            return sum(map(self.computation, called(instruction)))
         return 0.0
+
+    def products(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The instructions with FLOPs of their own among `instruction` and all that it calls, once each."""
+        if not self.instruction(instruction):
+            return
+        inside = [i for name in called(instruction) for i in self._module.computations.get(name, ())]
+        for i in inside:
+            yield from self.products(i)
+        if not inside:
+            yield instruction
+
+    def operand_dtype(self, product: Instruction) -> str:
+        """The dtype, in HLO's words, of what a product multiplies: that of its first operand of floats."""
+        dtypes = [a.dtype for a in self._operand_arrays(product) if a.dtype[0] in "bf"]
+        return dtypes[0] if dtypes else ""
 
     def _operand_arrays(self, instruction: Instruction) -> list[Array]:
         """The arrays of the operands, the first of each where an operand is a tuple."""
@@ -67,6 +85,15 @@ class FlopCounter:
         left = self._operand_arrays(instruction)[0].dims
         contracted = math.prod(left[d] for d in _integers(instruction, "lhs_contracting_dims"))
         return 2.0 * math.prod(arrays_of(instruction.shape)[0].dims) * contracted
+
+    def _ragged_dot(self, instruction: Instruction) -> float:
+        """Every row is in one group, whatever the groups' sizes; where rows are what is summed over, one product
+        per group of the rows that it can expect: all of them over the number of groups."""
+        left = self._operand_arrays(instruction)[0].dims
+        summed = _integers(instruction, "lhs_contracting_dims")
+        output = arrays_of(instruction.shape)[0].dims
+        flops = 2.0 * math.prod(output) * math.prod(left[d] for d in summed)
+        return flops / output[0] if set(summed) & set(_integers(instruction, "lhs_ragged_dims")) else flops
 
     def _convolution(self, instruction: Instruction) -> float:
         left, right = (a.dims for a in self._operand_arrays(instruction)[:2])
@@ -103,6 +130,11 @@ class FlopCounter:
             heads = {int(d) for d in re.findall(r"\d+", batch[1])} if batch else {2}
             length = ({1, 2} - heads).pop()
         return (0.5 if causal else 1.0) * products * 2.0 * math.prod(query) * key[length]
+
+
+def is_attention(instruction: Instruction) -> bool:
+    """Whether it is a fused attention kernel, forward or backward."""
+    return "__cudnn$fmha" in instruction.rest or bool(re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name))
 
 
 def convolution_flops(attributes: str, left: tuple[int, ...], right: tuple[int, ...], output: tuple[int, ...]) -> float:
@@ -154,10 +186,12 @@ def _valid_positions(
     return count
 
 
-def _called(instruction: Instruction) -> list[str]:
-    """The computations that an instruction runs once."""
-    found = [name for attribute in _CALLS if (name := instruction.called(attribute))]
-    for attribute in ("branch_computations", "called_computations"):
+def called(instruction: Instruction, *attributes: str) -> list[str]:
+    """The computations that an instruction runs once: those of `attributes`, or of all that name any."""
+    if not attributes and instruction.opcode.startswith(("fusion", "async")):
+        attributes = ("calls",)
+    found = [name for attribute in attributes or _CALLS if (name := instruction.called(attribute))]
+    for attribute in () if attributes else ("branch_computations", "called_computations"):
         listed = re.search(rf"\b{attribute}=\{{([^}}]*)\}}", instruction.rest)
         found += re.findall(r"%?([\w.\-]+)", listed[1]) if listed else []
     return list(dict.fromkeys(found))

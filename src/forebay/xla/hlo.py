@@ -20,6 +20,7 @@ _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_BRACKETS = re.compile(r"[\[{(][^\]})]*[\]})]|/\*[^*]*\*/")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 
 
@@ -32,19 +33,41 @@ class Array:
     memory_space: int
 
     @property
+    def on_host(self) -> bool:
+        return self.memory_space == HOST_MEMORY_SPACE
+
+    @property
     def num_bytes(self) -> int:
         """Bytes without padding; 8-bit floats are one byte."""
         return math.ceil(math.prod(self.dims) * _ITEM_BITS.get(self.dtype, 8) / 8)
 
 
+def _closing(text: str) -> int | None:
+    """Where the parenthesis that was opened before `text` is closed."""
+    end = text.find(")")
+    if end >= 0 and text.find("(", 0, end) < 0:  # nearly always
+        return end
+    depth = 1
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
+        if not depth:
+            return match.start()
+    return None
+
+
 def arrays_of(shape: str) -> list[Array]:
     """The arrays in the text of a shape, tuples flattened."""
+    return list(_arrays_of(shape))
+
+
+@functools.lru_cache(maxsize=1 << 16)  # a program has few shapes, each many times
+def _arrays_of(shape: str) -> tuple[Array, ...]:
     found = []
     for dtype, dims, layout in _ARRAY.findall(shape):
         space = re.search(r"S\((\d+)\)", layout)
         sizes = tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)
         found.append(Array(dtype, sizes, int(space[1]) if space else 0))
-    return found
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +82,11 @@ class Instruction:
     root: bool
 
     @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays of its result, tuples flattened."""
+        return _arrays_of(self.shape)
+
+    @functools.cached_property
     def op_name(self) -> str:
         """Where in the traced program it comes from; scopes are joined by slashes."""
         match = _OP_NAME.search(self.rest)
@@ -67,12 +95,14 @@ class Instruction:
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
         """The names of the instructions that it reads, in order; empty for parameters and constants."""
-        depth = 1
-        for end, character in enumerate(self.rest):
-            depth += (character == "(") - (character == ")")
-            if not depth:
-                return tuple(_OPERAND.findall(self.rest[:end]))
-        return ()
+        end = _closing(self.rest)
+        if end is None or self.opcode in ("parameter", "constant"):
+            return ()
+        if self.rest.find("%", 0, end) >= 0:
+            return tuple(_OPERAND.findall(self.rest, 0, end))
+        # names without a percent sign, as XLA prints them on request
+        parts = _BRACKETS.sub("", self.rest[:end]).split(",")
+        return tuple(part.split()[-1] for part in parts if part.strip())
 
     def called(self, attribute: str) -> str | None:
         """The computation named by an attribute such as `body`, `condition` or `calls`."""
@@ -99,6 +129,8 @@ class Module:
     computations: dict[str, list[Instruction]]
     entry: str
     scheduled: bool
+    devices: int = 1
+    """How many run it, partitions and replicas, as far as its first line says."""
 
     @functools.cached_property
     def _by_name(self) -> dict[str, dict[str, Instruction]]:
@@ -203,4 +235,5 @@ def parse_module(text: str) -> Module:
         if match:
             body.append(Instruction(match[2], current, match[3], match[4], match[5], bool(match[1])))
     first_line = text[: text.find("\n")]
-    return Module(computations, entry, "is_scheduled=true" in first_line)
+    counts = [int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", first_line)]
+    return Module(computations, entry, "is_scheduled=true" in first_line, math.prod(counts))

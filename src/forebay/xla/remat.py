@@ -29,11 +29,16 @@ class RematClones:
     collectives: int
 
 
+def is_clone(name: str) -> bool:
+    """Whether an instruction of that name was cloned to run again."""
+    return _CLONE.search(name) is not None
+
+
 def remat_clones(module: Module) -> RematClones:
     counter, flops, collectives = FlopCounter(module), 0.0, 0
     for computation, times in module.executions.items():
         for i in module.computations[computation]:
-            if _CLONE.search(i.name) and not i.opcode.endswith("-done"):
+            if is_clone(i.name) and not i.opcode.endswith("-done"):
                 flops += times * counter.instruction(i)
                 collectives += times * i.opcode.startswith(_COLLECTIVES)
-    return RematClones(sum(bool(_CLONE.search(i.name)) for i in module.instructions()), flops, collectives)
+    return RematClones(sum(is_clone(i.name) for i in module.instructions()), flops, collectives)

@@ -18,9 +18,11 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import Literal
 
 from forebay.xla.flops import FlopCounter
-from forebay.xla.hlo import HOST_MEMORY_SPACE, Array, Instruction, Module, arrays_of
+from forebay.xla.hlo import Array, Instruction, Module, arrays_of
+from forebay.xla.origins import origins
 
 UNNAMED = "unnamed"
 HIDDEN_WINDOW = 0.9
@@ -36,8 +38,10 @@ UPDATE = "update"
 UPDATE_SCOPE = re.compile(r"\bupdate:([\w.\-]+)")
 """The scope around what is streamed through the device: the name of the array."""
 
+_FARTHEST = 256
+"""Steps back from a copy beyond which a scope is not its own."""
+
 _MOVING = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice", "async")
-_TRANSPARENT = ("copy", "bitcast", "fusion", "dynamic-slice", "dynamic-update-slice", "async", "reshape", "transpose")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Transfer:
 def transfers(module: Module) -> list[Transfer]:
     """All copies between device and host of a scheduled module, largest first within each direction."""
     groups: dict[tuple[str, str, str, str, int], list[Transfer]] = defaultdict(list)
-    for t in _Reader(module).transfers():
+    for _, t in _Reader(module).transfers():
         groups[t.name, t.stack, t.direction, t.where, t.num_bytes].append(t)
     merged = [
         dataclasses.replace(
@@ -80,6 +84,16 @@ def transfers(module: Module) -> list[Transfer]:
         for same in groups.values()
     ]
     return sorted(merged, key=lambda t: (t.direction, t.where != "loop", -t.num_bytes, t.name))
+
+
+def transfers_by_instruction(module: Module) -> dict[tuple[str, str], Transfer]:
+    """Each copy between device and host by the computation and the name of the instruction that starts it."""
+    return {(start.computation, start.name): transfer for start, transfer in _Reader(module).transfers()}
+
+
+def copies_within_host(module: Module) -> dict[tuple[str, str], int]:
+    """Bytes of each copy from host memory to host memory, by computation and name of its instruction."""
+    return {(c.start.computation, c.start.name): c.num_bytes for c, _ in _Reader(module).copies("h2h")}
 
 
 def host_copy_bytes(module: Module) -> int:
@@ -106,7 +120,7 @@ def host_copies(module: Module) -> list[HostCopy]:
     """The copies between device and host of a scheduled module."""
     reader = _Reader(module)
     return [
-        HostCopy(copy.start, copy.direction, *reader.scope(copy), reader.trail(copy)[-1])
+        HostCopy(copy.start, copy.direction, *reader.scope(copy), [copy.start, *origins(module, copy.start)][-1])
         for copy, _ in reader.copies("d2h", "h2d")
     ]
 
@@ -153,7 +167,7 @@ class _Reader:
                 if copy.direction in directions:
                     yield copy, times
 
-    def transfers(self) -> Iterator[Transfer]:
+    def transfers(self) -> Iterator[tuple[Instruction, Transfer]]:
         found = list(self.copies("d2h", "h2d"))
         layer_loops = self._layer_loops({copy.start.computation for copy, _ in found})
         layer_flops: dict[tuple[str, str], float] = {}
@@ -169,7 +183,8 @@ class _Reader:
                 name = f"{GRADIENT}{name}"  # made by the layers, and known by the update that reads it
             elif in_loop and stack == UPDATE:
                 window = self._both_ways(copy)
-                yield Transfer(name, stack, copy.direction, "update", copy.num_bytes, times, window, self._depth(body))
+                depth = self._depth(body)
+                yield copy.start, Transfer(name, stack, copy.direction, "update", copy.num_bytes, times, window, depth)
                 continue
             if in_loop:
                 layer = self.flops.computation(body) / self._layers_of_iteration(body)
@@ -177,7 +192,8 @@ class _Reader:
                 layer = layer_flops.get((stack, copy.direction), self.flops.computation(body))
             window = min(1.0, self._flops_between(copy) / layer) if layer else 0.0
             where = "loop" if in_loop else "boundary"
-            yield Transfer(name, stack, copy.direction, where, copy.num_bytes, times, window, self._depth(body))
+            depth = self._depth(body)
+            yield copy.start, Transfer(name, stack, copy.direction, where, copy.num_bytes, times, window, depth)
 
     def _layer_loops(self, bodies: set[str]) -> set[str]:
         """The loop bodies with copies in which no other such loop is nested."""
@@ -224,11 +240,11 @@ class _Reader:
             return None
         results = arrays_of(instruction.shape if done is None else done.shape)
         operands = [a for o in self.module.operands(instruction) for a in arrays_of(o.shape)]
-        direction, moved = _direction(results, operands)
+        towards, moved = direction(results, operands)
         if not moved:
             return None
         size = max(a.num_bytes for a in moved)
-        return _Copy(instruction, done, wraps, direction, size)
+        return _Copy(instruction, done, wraps, towards, size)
 
     def _done(self, start: Instruction) -> tuple[Instruction | None, bool]:
         """The end of an asynchronous operation, and whether it is in the next iteration of the loop."""
@@ -283,7 +299,7 @@ class _Reader:
 
     def _state_index(self, copy: _Copy) -> int | None:
         """The index in the loop's state of the host buffer that a copy reads or writes."""
-        for instruction in self._origins(copy.start):
+        for instruction in origins(self.module, copy.start):
             if instruction.computation != copy.start.computation:
                 return None
             if instruction.tuple_index is not None:
@@ -305,7 +321,7 @@ class _Reader:
 
     @functools.cached_property
     def _trails(self) -> dict[Instruction, list[Instruction]]:
-        return {copy.start: self.trail(copy) for copy, _ in self.copies("d2h", "h2d")}
+        return {copy.start: self._trail(copy) for copy, _ in self.copies("d2h", "h2d")}
 
     @functools.cached_property
     def buffers(self) -> dict[Instruction, tuple[str, str]]:
@@ -321,9 +337,16 @@ class _Reader:
     def scope(self, copy: _Copy) -> tuple[str, str]:
         return self._scopes[copy.start]
 
-    def trail(self, copy: _Copy) -> list[Instruction]:
-        ends = [copy.start] if copy.done is None else [copy.start, copy.done]
-        return [*ends, *self._origins(copy.start)]
+    def _trail(self, copy: _Copy) -> list[Instruction]:
+        """The copy and where its value comes from: as far as its name and its buffer can be told from that."""
+        trail = [copy.start] if copy.done is None else [copy.start, copy.done]
+        named = self._scope_in(trail) is not None
+        for step in itertools.islice(origins(self.module, copy.start), _FARTHEST):
+            trail.append(step)
+            named = named or self._scope_in([step]) is not None
+            if named and not any(a.on_host for a in step.arrays):
+                break
+        return trail
 
     def _scope_in(self, trail: list[Instruction]) -> tuple[str, str] | None:
         for instruction in trail:
@@ -337,54 +360,22 @@ class _Reader:
                     return UPDATE, scope[1]
         return None
 
-    def _origins(self, instruction: Instruction) -> Iterator[Instruction]:
-        """What the first operand's value comes from, back through copies, tuples and loops."""
-        seen: set[tuple[str, str, int | None]] = set()
-        index: int | None = None
-        current: Instruction | None = instruction
-        while current is not None:
-            key = (current.computation, current.name, index)
-            if key in seen:
-                return
-            seen.add(key)
-            if current is not instruction:
-                yield current
-            operands = self.module.operands(current)
-            opcode = re.sub(r"-(start|done|update)$", "", current.opcode)
-            if current.tuple_index is not None:
-                current, index = operands[0], current.tuple_index
-            elif opcode == "tuple" and index is not None:
-                current, index = operands[index], None
-            elif opcode == "while" and index is not None:
-                current = self.module.root(current.called("body") or "")
-            elif opcode == "parameter" and current.computation in self.loops:
-                current = self.module.operands(self.loops[current.computation])[0]
-            elif opcode in _TRANSPARENT and operands:
-                hosts = [o for o in operands if any(_on_host(a) for a in arrays_of(o.shape))]
-                current = (hosts or operands)[0]
-            else:
-                return
-
-
-def _on_host(array: Array) -> bool:
-    return array.memory_space == HOST_MEMORY_SPACE
-
 
 def _on_host_only(instruction: Instruction) -> bool:
     """Whether the value is one buffer in host memory, perhaps being written, and not a loop's state."""
     arrays = arrays_of(instruction.shape)
-    writing = instruction.opcode.endswith("-start") and _on_host(arrays[0])
-    return writing or (len(arrays) == 1 and _on_host(arrays[0]))
+    writing = instruction.opcode.endswith("-start") and arrays[0].on_host
+    return writing or (len(arrays) == 1 and arrays[0].on_host)
 
 
-def _direction(results: list[Array], operands: list[Array]) -> tuple[str, list[Array]]:
+def direction(results: list[Array], operands: list[Array]) -> tuple[Literal["d2h", "h2d", "h2h", ""], list[Array]]:
     """Which way data goes, and the arrays that go; none for work that stays on the device.
 
     Scalars are positions, not data: they are always on the device.
     """
     results, operands = [a for a in results if a.dims], [a for a in operands if a.dims]
-    host_results, host_operands = [a for a in results if _on_host(a)], [a for a in operands if _on_host(a)]
-    device_operands = [a for a in operands if not _on_host(a)]
+    host_results, host_operands = [a for a in results if a.on_host], [a for a in operands if a.on_host]
+    device_operands = [a for a in operands if not a.on_host]
     if host_results:
         return ("d2h", device_operands) if device_operands else ("h2h", host_operands)
     return ("h2d", results) if host_operands else ("", [])

@@ -1,0 +1,161 @@
+"""`forebay timeline`: when everything in a compiled step runs, and what the step waits for."""
+
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from forebay.cli.parse import check_file
+from forebay.errors import EXIT_OK, UserError
+from forebay.timeline import Timeline
+from forebay.train.config import ProgramConfig
+from forebay.train.run_config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TimelineConfig(ProgramConfig):
+    """The training step, or a compiled one, and the machines.
+
+    Attributes:
+        hlo: a file of scheduled HLO text, or a dump directory, instead of a model.
+        hardware: the machine, as listed by forebay hardware.
+        devices: how many devices; with hlo, by default what the module says.
+        memory_fraction: the share of HBM that XLA may use; by default what is usual on that machine.
+        trip_count: how often loops run that do not say: a number for all, or while=number,while=number by name.
+        json: print JSON (schema forebay.timeline/1) instead of tables.
+        perfetto: a file for a trace that ui.perfetto.dev opens.
+        save_hlo: a file for the HLO text of the step that was compiled.
+        output: a file for the timeline as JSON (-o for short).
+    """
+
+    hlo: str | None = None
+    hardware: str = "h200"
+    devices: int | None = None
+    memory_fraction: float | None = None
+    trip_count: str = ""
+    json: bool = False
+    perfetto: str | None = None
+    save_hlo: str | None = None
+    output: str | None = None
+
+
+Config = TimelineConfig
+ALSO = (TrainConfig,)
+SHORT = {"-o": "--output"}
+
+
+def run(config: TimelineConfig) -> int:
+    """Simulates, prints, and returns 0."""
+    from forebay.hardware import get_hardware
+    from forebay.report.console import make_console
+    from forebay.report.timeline import print_timeline
+    from forebay.timeline.perfetto import trace
+
+    hardware = get_hardware(config.hardware)
+    if config.hlo is not None and config.save_hlo is not None:
+        raise UserError("save_hlo is for a step that is compiled, and hlo is one already: leave one of them out")
+    for flag in ("perfetto", "save_hlo", "output"):
+        if (file := getattr(config, flag)) is not None:
+            check_file(flag, file)
+    trips = parse_trip_count(config.trip_count)
+    if config.hlo is not None:
+        from forebay.timeline.build import timeline
+
+        made = timeline(config.hlo, hardware, devices=config.devices, trip_counts=trips)
+    else:
+        made = _compiled(config, trips)
+    if config.output is not None:
+        made.save(config.output)
+    if config.perfetto is not None:
+        Path(config.perfetto).write_text(json.dumps(trace(made)))
+    if config.json:
+        json.dump(made.to_json(), sys.stdout)
+        print()
+    else:
+        console = make_console()
+        print_timeline(made, console)
+        for file in (config.output, config.perfetto):
+            if file is not None:
+                console.print(f"written to {file}", highlight=False)
+    return EXIT_OK
+
+
+def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Timeline:
+    """The timeline of the step that the configuration describes, compiled for machines that are not there."""
+    from forebay.hardware import get_hardware
+    from forebay.timeline.build import timeline
+    from forebay.train.planning import compile_program, planned_program
+    from forebay.xla.topology import compile_only_devices
+
+    hardware = get_hardware(config.hardware)
+    devices = compile_only_devices(hardware, config.devices or 8)
+    program = planned_program(config, devices, hardware, memory_fraction=config.memory_fraction)
+    with tempfile.TemporaryDirectory(prefix="forebay-timeline-") as folder:
+        hlo = Path(folder) / "step.hlo" if config.save_hlo is None else Path(config.save_hlo)
+        done = compile_program(program, hardware, deviceless=True, memory_fraction=config.memory_fraction, save_hlo=hlo)
+        made = timeline(
+            hlo, hardware, devices=len(devices), trip_counts=trips, model_flops=program.flops_per_step / len(devices)
+        )
+    notes = [*made.assumptions, *program.notes(), *done.notes]
+    if done.compiled.refused:
+        notes.append(f"the compiler refused the step for lack of memory: {done.compiled.refused}")
+    return dataclasses.replace(made, assumptions=tuple(dict.fromkeys(notes)))
+
+
+def diff(argv: Sequence[str]) -> int:
+    """`forebay timeline --diff A B`: what changed between two timelines, as files of JSON or HLO."""
+    from forebay.report.console import make_console
+    from forebay.report.timeline import print_diff
+    from forebay.timeline.diff import diff as compare
+    from forebay.timeline.diff import diff_json
+
+    hardware, files, rest = "h200", [], list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--hardware" and rest:
+            hardware = rest.pop(0)
+        elif argument.startswith("--hardware="):
+            hardware = argument.partition("=")[2]
+        elif argument != "--json":
+            files.append(argument)
+    if len(files) != 2 or any(f.startswith("-") for f in files):
+        raise UserError("forebay timeline --diff needs two files, timelines or HLO: --diff A.json B.json [--json]")
+    before, after = (_load(f, hardware) for f in files)
+    if "--json" in argv:
+        json.dump(diff_json(before, after), sys.stdout, indent=2)
+        print()
+    else:
+        print_diff(compare(before, after), (files[0], files[1]), make_console())
+    return EXIT_OK
+
+
+def _load(file: str, hardware: str) -> Timeline:
+    """A timeline file, or the timeline of HLO text."""
+    path = Path(file)
+    if path.is_file() and path.read_bytes()[:200].lstrip()[:1] == b"{":
+        return Timeline.load(path)
+    from forebay.timeline.build import timeline
+
+    return timeline(path, hardware)
+
+
+SUBVERBS = {"--diff": diff}
+
+
+def parse_trip_count(text: str) -> dict[str, int]:
+    """`12` as {"": 12}, `while.1=12,while.2=3` as it says.
+
+    Raises:
+        UserError: anything else.
+    """
+    counts = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, equals, number = part.rpartition("=")
+        if not number.isdecimal() or (equals and not name):
+            raise UserError(
+                f"trip_count={text!r}: write a number, or the names of loops with numbers: while.1=12,while.2=3"
+            )
+        counts[name.removeprefix("%")] = int(number)
+    return counts

@@ -1,0 +1,85 @@
+"""Candidates at other trade-offs than the search's own plan, compiled and ranked by their simulated step time.
+
+The account that plans are made under knows a layer's work and a layer's copies; the compiled program says what
+the scheduler made of them. Where the two disagree, it is about what is hidden: so the candidates are the plan
+itself, the best plan that moves nothing to the host, and the best under links of half the rate.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from forebay.planner.build import Costed
+from forebay.planner.search import Compile, Decision, Found, choose
+from forebay.units import format_seconds
+
+WORTH = 1.15
+"""A candidate that the account has more than this much slower than the plan is not compiled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One compiled plan: what it is, and its step time by the account and by its timeline."""
+
+    name: str
+    found: Found
+
+    @property
+    def step_s(self) -> float:
+        """By its timeline."""
+        assert self.found.measured is not None and self.found.measured.step_s is not None
+        return self.found.measured.step_s
+
+
+def rank(
+    found: Found,
+    costed: Costed,
+    compile_plan: Compile | None,
+    *,
+    variants: int,
+    max_compiles: int,
+    time_limit_s: float,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Candidate]:
+    """The compiled candidates that fit, the fastest by timeline first; the search's plan alone where there is nothing
+    to rank by, or no compile left of `max_compiles`.
+    """
+    if compile_plan is None or found.measured is None or found.measured.step_s is None or not found.fits:
+        return []
+    problem = found.problem
+    others = {
+        "nothing on the host": {"host_budget": 0.0},
+        "links of half the rate": {
+            "d2h_bytes_per_s": problem.d2h_bytes_per_s / 2,
+            "h2d_bytes_per_s": problem.h2d_bytes_per_s / 2,
+        },
+    }
+    candidates, seen = [Candidate("the planner's own", found)], {found.placements}
+    compiles = found.compiles
+    for name, changes in others.items():
+        choice = choose(costed, dataclasses.replace(problem, **changes), variants=variants, time_limit_s=time_limit_s)
+        if choice is None or choice[0] in seen or compiles >= max_compiles:
+            continue
+        placements = choice[0]
+        predicted, _ = costed.predict(placements, problem)
+        if predicted.step_s > WORTH * found.predicted.step_s:
+            continue
+        seen.add(placements)
+        progress(f"compiling a candidate: {name}, {format_seconds(predicted.step_s)} a step")
+        measured = compile_plan(Decision(placements, found.decision.state_host_fraction))
+        compiles += 1
+        fits = (
+            not measured.refused
+            and measured.device_bytes <= problem.device_budget
+            and measured.host_bytes <= problem.host_budget
+        )
+        if fits and measured.step_s is not None:
+            exact = dataclasses.replace(
+                predicted, device_bytes=float(measured.device_bytes), host_bytes=float(measured.host_bytes)
+            )
+            candidates.append(
+                Candidate(name, dataclasses.replace(found, placements=placements, predicted=exact, measured=measured))
+            )
+    candidates = [
+        dataclasses.replace(c, found=dataclasses.replace(c.found, compiles=compiles)) for c in candidates
+    ]  # fmt: skip
+    return sorted(candidates, key=lambda c: c.step_s)

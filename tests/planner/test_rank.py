@@ -1,0 +1,63 @@
+"""Candidates ranked by the step time of what was compiled, against compilers made up for the purpose."""
+
+import dataclasses
+from typing import Any
+
+from test_search import GIB, fake, tight
+
+from forebay.planner.problem import Problem, evaluate
+from forebay.planner.rank import rank
+from forebay.planner.search import Decision, Measured, search
+
+
+class Timed:
+    """A compiler that agrees with the account's bytes, and says that a step takes `base` seconds and `per_host` for
+    each GiB on the host; without a `base` it says nothing."""
+
+    def __init__(self, problem: Problem, base: float | None, per_host: float = 0.0):
+        self.problem, self.base, self.per_host = problem, base, per_host
+        self.asked: list[Decision] = []
+
+    def __call__(self, decision: Decision) -> Measured:
+        self.asked.append(decision)
+        predicted = evaluate(dataclasses.replace(self.problem, correction_bytes=0), decision.placements)
+        step_s = None if self.base is None else self.base + self.per_host * predicted.host_bytes / GIB
+        return Measured(int(predicted.device_bytes), int(predicted.host_bytes), False, step_s=step_s)
+
+
+def ranked(compiler: Timed, problem: Problem, max_compiles: int = 5) -> Any:
+    found = search(fake(problem), compiler, margin=0)
+    return found, rank(found, fake(problem), compiler, variants=2, max_compiles=max_compiles, time_limit_s=5)
+
+
+PROBLEM = tight(12, d2h_bytes_per_s=2 * GIB, h2d_bytes_per_s=2 * GIB)
+
+
+def test_the_fastest_timeline_comes_first():
+    found, candidates = ranked(Timed(PROBLEM, 1.0, 0.1), PROBLEM)
+    assert found.predicted.host_bytes > 0, "the account moves something to the host"
+    assert len(candidates) > 1
+    assert [c.step_s for c in candidates] == sorted(c.step_s for c in candidates)
+    # what is on the host costs, so the candidate with least there wins
+    assert candidates[0].found.predicted.host_bytes == min(c.found.predicted.host_bytes for c in candidates)
+    assert candidates[0].found.placements != found.placements
+
+
+def test_the_planners_own_stays_where_its_timeline_is_the_fastest():
+    found, candidates = ranked(Timed(PROBLEM, 10.0, -0.1), PROBLEM)
+    assert candidates[0].found.placements == found.placements
+    assert candidates[0].name == "the planner's own"
+
+
+def test_no_more_is_compiled_than_allowed():
+    compiler = Timed(PROBLEM, 1.0, 0.1)
+    found, candidates = ranked(compiler, PROBLEM, max_compiles=1)
+    assert len(compiler.asked) == found.compiles
+    assert [c.name for c in candidates] == ["the planner's own"]
+
+
+def test_without_timelines_there_is_nothing_to_rank():
+    compiler = Timed(PROBLEM, None)
+    found = search(fake(PROBLEM), compiler, margin=0)
+    assert rank(found, fake(PROBLEM), compiler, variants=2, max_compiles=5, time_limit_s=5) == []
+    assert len(compiler.asked) == found.compiles
