@@ -247,9 +247,24 @@ class _Range:
         self, layers: Any, constants: tuple[Any, ...], stored: list[jax.Array], vjp: _LayerVjp, cotangents: Any
     ) -> Any:
         wanted = vjp.wanted
+        order = self.first + jnp.arange(self.count - 1, -1, -1, dtype=jnp.int32)
+        hosted = [on_host(total) for total in cotangents[1]]
 
-        def body(k: jax.Array, cotangents: Any) -> Any:
-            dx, dlayers, dconstants = cotangents
+        def write(dlayers: list[Any], late: list[Any], k: Any) -> list[Any]:
+            """`dlayers` with the gradients of the layer whose turn was `k`, where these go to host memory.
+
+            They go while the next layer is worked on, and to a place that is read from an array: of places that
+            fall with the loop's counter XLA (jax 0.12.0.1) takes a copy that it moves to the next iteration to
+            rise with it, and writes layers over one another.
+            """
+            late = iter(late)
+            place = _read(order, jnp.maximum(k, 0))
+            with jax.named_scope(f"gradient:{self.stack}"):
+                return [_write(t, next(late), place) if h else t for t, h in zip(dlayers, hosted, strict=True)]
+
+        def body(k: jax.Array, state: Any) -> Any:
+            dx, dlayers, dconstants, late = state
+            dlayers = write(dlayers, late, k - 1)  # first nothing, to a place that is written again
             k = self.count - 1 - k
             i = self.first + k
             values = []
@@ -262,11 +277,16 @@ class _Range:
                 found = iter(pull(_fill(vjp.carry, wanted.carry, dx, _zero_cotangent)))
             dlayer, dx, dconst = (list(itertools.islice(found, sum(w))) for w in dataclasses.astuple(wanted))
             with jax.named_scope(f"gradient:{self.stack}"):
-                dlayers = [_write(total, d.astype(total.dtype), i) for total, d in zip(dlayers, dlayer, strict=True)]
+                dlayer = [d.astype(total.dtype) for total, d in zip(dlayers, dlayer, strict=True)]
+                dlayers = [
+                    total if h else _write(total, d, i) for total, d, h in zip(dlayers, dlayer, hosted, strict=True)
+                ]
             dconstants = [total + d for total, d in zip(dconstants, dconst, strict=True)]
-            return dx, dlayers, dconstants
+            return dx, dlayers, dconstants, [d for d, h in zip(dlayer, hosted, strict=True) if h]
 
-        return self._loop(body, cotangents, layers)
+        nothing = [jnp.zeros(t.shape[1:], t.dtype) for t, h in zip(cotangents[1], hosted, strict=True) if h]
+        dx, dlayers, dconstants, late = self._loop(body, (*cotangents, nothing), layers)
+        return dx, write(dlayers, late, self.count - 1), dconstants
 
     def _loop(self, body: Callable[[jax.Array, Any], Any], carry: Any, layers: Any) -> Any:
         """`carry = body(k, carry)` for each layer, k counting from 0.
