@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from forebay.hardware import Hardware, get_hardware
     from forebay.offload import name, scan_layers
     from forebay.offload.apply import apply
+    from forebay.offload.optimizer import streamed_update
     from forebay.pipeline import plan
     from forebay.planner import Placement, Plan
     from forebay.timeline.build import timeline
@@ -34,6 +35,7 @@ __all__ = [
     "name",
     "plan",
     "scan_layers",
+    "streamed_update",
     "timeline",
 ]
 
@@ -52,6 +54,7 @@ _HOME = {
     "name": "forebay.offload",
     "plan": "forebay.pipeline",
     "scan_layers": "forebay.offload",
+    "streamed_update": "forebay.offload.optimizer",
     "timeline": "forebay.timeline.build",
 }
 

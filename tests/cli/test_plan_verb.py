@@ -26,7 +26,8 @@ def refused(capsys, *argv: str) -> str:
 def plan_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("plan") / "plan.json"
     done = subprocess.run(
-        [sys.executable, "-m", "forebay.cli.main", "plan", *SMALL, "--hbm", "6GiB", "-o", str(file), "--json"],
+        [sys.executable, "-m", "forebay.cli.main", "plan", *SMALL, "--hbm", "6GiB", "--max_compiles", "2", "-o",
+         str(file), "--json"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return file, json.loads(done.stdout)
@@ -114,11 +115,14 @@ def test_the_difference_of_two_plans(plan_file, tmp_path, capsys):
 
 
 def test_budgets_that_cannot_be_met_say_what_is_missing(capsys):
-    line = refused(capsys, "--model", "llama3.1-70b", "--hardware", "h100", "--devices", "8", "--batch", "8")
+    on_device = ["--optimizer_host_fraction", "0", "--parameters_host_fraction", "0"]
+    line = refused(
+        capsys, "--model", "llama3.1-70b", "--hardware", "h100", "--devices", "8", "--batch", "8", *on_device
+    )
     # 70.55 B parameters, four float32 copies over 8 devices: 131.4 GiB
     assert "weights, optimizer state and gradients alone need 131.4" in line
     assert "more devices" in line
-    line = refused(capsys, *SMALL, "--hbm", "4GiB")
+    line = refused(capsys, *SMALL, "--hbm", "4GiB", *on_device)
     assert "the plan that needs least" in line and "too much" in line and "a smaller batch" in line
 
 
@@ -139,6 +143,7 @@ def test_refusals(capsys):
 def test_the_largest_batch_and_the_meshes(capsys, tmp_path):
     picture = tmp_path / "pareto.png"
     arguments = [*SIZES, "--hardware", "h200", "--devices", "2", "--batch", "2"]
+    arguments += ["--max_compiles", "2"]
     assert main(["plan", *arguments, "--hbm", "24GiB", "--max_batch", "--json", "--plot", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
     batches = [row["batch"] for row in found["considered"] if "mesh" in row]

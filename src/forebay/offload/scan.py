@@ -449,7 +449,9 @@ def _read(stack: jax.Array, i: jax.Array) -> jax.Array:
 
 def _write(stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
     if on_host(stack):
-        return _host_writer(0)(stack, jax.device_put(value, jax.memory.Space.Host), i)
+        # told twice that a value goes to the host, XLA copies it there, and from there into the stack
+        moved = value if on_host(value) else jax.device_put(value, jax.memory.Space.Host)
+        return _host_writer(0)(stack, moved, i)
     return jax.lax.dynamic_update_index_in_dim(stack, value, i, 0, allow_negative_indices=False)
 
 
