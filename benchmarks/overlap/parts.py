@@ -59,14 +59,14 @@ def one(name: str) -> None:
         recipe._LONG_COPY_US = cost_us
     if by_scan:
 
-        def loop(self: Any, body: Any, carry: Any) -> Any:
+        def loop(self: Any, body: Any, carry: Any, layers: Any) -> Any:
             counter = jnp.arange(self.count, dtype=jnp.int32)
             return jax.lax.scan(lambda carry, k: (body(k, carry), None), carry, counter)[0]
 
         scan._Range._loop = loop  # type: ignore[method-assign]
     if alike:
-        numbered = scan._buffer
-        scan._buffer = lambda length, aval, number: numbered(length, aval, 0)
+        numbered = scan._buffers
+        scan._buffers = lambda length, avals, first: [b for a in avals for b in numbered(length, [a], 0)]
     machine = get_hardware("gb200")
     config = ProgramConfig(model=model, batch=devices, seq=8192, placement=placement)
     program = make_program(config, compile_only_devices(machine, devices))

@@ -21,6 +21,12 @@ class UserError(ValueError):
     exit_code = EXIT_BAD_INPUT
 
 
+class WrongNumbersError(UserError):
+    """Numbers are wrong, or are known to be with what is installed."""
+
+    exit_code = EXIT_WRONG_NUMBERS
+
+
 class MissingExtraError(UserError, ImportError):
     """A feature needs a package that the light core does not install."""
 

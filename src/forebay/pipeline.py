@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from forebay.errors import MissingExtraError, UserError
+from forebay.errors import MissingExtraError, UserError, WrongNumbersError
 from forebay.hardware import Hardware, get_hardware
 from forebay.planner.build import Costed, build
 from forebay.planner.placement import EVERYTHING, PRESETS, Placement
@@ -280,6 +280,7 @@ def _compiler(
     from forebay.offload.apply import apply
     from forebay.xla.compile import compile_hidden
     from forebay.xla.exposure import explain
+    from forebay.xla.invariants import explain_violations
     from forebay.xla.options import compiler_options
     from forebay.xla.topology import compile_only_devices
 
@@ -341,6 +342,8 @@ def _compiler(
         compiled, _ = compile_hidden(
             jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda"
         )
+        if compiled.violations:
+            raise WrongNumbersError(explain_violations(compiled.violations))
         report = {
             "device_bytes": dataclasses.asdict(compiled.device) | {"total": compiled.device.total},
             "host_bytes": {"total": compiled.host.total},

@@ -347,6 +347,13 @@ def test_a_block_that_changes_its_carry(bad, says):
     assert "\n" not in str(error.value)
 
 
+def test_a_plan_for_another_block_names_what_this_one_has():
+    with pytest.raises(UserError, match="the block of 'layers' names none so") as error:
+        scan_layers(block, place((0, 3, {"query_proj": "host"})), *example(3))
+    assert "'query_proj'" in str(error.value) and all(n in str(error.value) for n in ("u", "v", "last"))
+    assert "\n" not in str(error.value)
+
+
 def test_the_leaf_that_changes_is_named():
     x, weights, _ = example(3)
     carry = {"x": x, "count": jnp.int32(0)}

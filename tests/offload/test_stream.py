@@ -1,5 +1,7 @@
 """Slices of arrays in host memory, and optimizers that run on them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ KIB, MIB = 2**10, 2**20
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def on(x, memory: str):
+def on(x: Any, memory: str) -> Any:
     return jax.device_put(x, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
 
 
@@ -62,15 +64,16 @@ def test_streamed_work_is_the_work(count, memories):
 
     shardings = {"y": y.sharding, "z": z.sharding}
     run = jax.jit(
-        lambda x, y, z: stream(work, {"x": x, "y": y, "z": z}, Cut(0, count), ["y", "z"], "test"), out_shardings=shardings
-    )
+        lambda x, y, z: stream(work, {"x": x, "y": y, "z": z}, Cut(0, count), ["y", "z"], "test"),
+        out_shardings=shardings,
+    )  # fmt: skip
     out = run(x, y, z)
     np.testing.assert_array_equal(out["y"], 2 * rows[0] + rows[2])
     np.testing.assert_array_equal(out["z"], rows[2] - rows[0])
     assert {k: v.sharding.memory_kind for k, v in out.items()} == {k: s.memory_kind for k, s in shardings.items()}
 
 
-def example():
+def example() -> tuple[Any, Any]:
     random = np.random.default_rng(1)
     shapes = {"a": (12, 8, 4), "b": (6,), "c": (5, 40), "d": None}
     weights = {k: None if s is None else jnp.asarray(random.normal(size=s), jnp.float32) for k, s in shapes.items()}

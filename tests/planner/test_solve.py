@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 from problems import best_by_trying, every_plan, random_problem, random_stack
@@ -17,7 +18,7 @@ from forebay.planner.solve import solve
 GIB = 2**30
 
 
-def problem(stack: LayerProblem, **changes: float) -> Problem:
+def problem(stack: LayerProblem, **changes: Any) -> Problem:
     base = Problem(
         stacks=(stack,), fixed_bytes=0, loss_bytes=0, outside_s=0.0, d2h_bytes_per_s=GIB, h2d_bytes_per_s=GIB,
         device_budget=math.inf, host_budget=math.inf,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cli.parse import check_file
-from forebay.errors import EXIT_DOES_NOT_FIT, EXIT_NOT_HIDDEN, EXIT_OK
+from forebay.errors import EXIT_DOES_NOT_FIT, EXIT_NOT_HIDDEN, EXIT_OK, EXIT_WRONG_NUMBERS
 from forebay.train.config import ProgramConfig
 from forebay.train.run_config import TrainConfig
 
@@ -36,8 +36,9 @@ ALSO = (TrainConfig,)  # a run's config.yaml may be given
 
 
 def run(config: CompileConfig) -> int:
-    """Compiles, prints, and returns 0 when the step fits its memory, 4 when it does not, and 5 when it fits but
-    copies that its plan asks for are not hidden behind the layers' work (told for GPUs only)."""
+    """Compiles, prints, and returns 0 when the step fits its memory, 3 when what was compiled cannot compute the
+    right numbers, 4 when it does not fit, and 5 when it fits but copies that its plan asks for are not hidden behind
+    the layers' work (told for GPUs only)."""
     from forebay.hardware import get_hardware
 
     hardware = get_hardware(config.hardware)
@@ -46,6 +47,7 @@ def run(config: CompileConfig) -> int:
 
     from forebay.report.memory import compile_json, print_compiled
     from forebay.train.planning import compile_program, planned_program
+    from forebay.xla.invariants import explain_violations
     from forebay.xla.topology import compile_only_devices
 
     devices = compile_only_devices(hardware, config.devices)
@@ -64,6 +66,9 @@ def run(config: CompileConfig) -> int:
         print()
     else:
         print_compiled(report)
+    if report["violations"]:
+        print(f"forebay: {explain_violations(report['violations'])}", file=sys.stderr)
+        return EXIT_WRONG_NUMBERS
     if not report["fits"]:
         return EXIT_DOES_NOT_FIT
     if report["exposed"] and hardware.platform == "cuda":

@@ -13,12 +13,14 @@ def run(config: TrainConfig) -> int:
 
     Raises:
         UserError: see `forebay.train.loop.train`.
+        WrongNumbersError: offloading gives wrong gradients on these devices; see `forebay.train.parity`.
     """
     import jax
 
     from forebay.report.console import make_console
     from forebay.report.memory import describe_placement
     from forebay.train.loop import check_run_dir, train
+    from forebay.train.parity import check_numbers, needs_check
     from forebay.train.planning import check_host_memory, planned_program, run_plan
     from forebay.units import format_count
 
@@ -43,6 +45,13 @@ def run(config: TrainConfig) -> int:
         )
 
     check_host_memory(program, devices)
+    if needs_check(program):
+        checked = check_numbers(program, progress=lambda text: console.print(text, style="dim"))
+        console.print(
+            f"gradients with and without offloading agree to {100 * checked.worst.relative:.2g} % on a small instance"
+            + (" (compared before)" if checked.known else ""),
+            style="dim", highlight=False,
+        )  # fmt: skip
     result = train(config, program, console)
 
     if result.interrupted:

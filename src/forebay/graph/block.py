@@ -19,6 +19,7 @@ from forebay.errors import UserError
 from forebay.graph.costs import Analysis, Cost, analyse
 from forebay.graph.flat import FREE
 from forebay.graph.partition import Spec, whole
+from forebay.graph.residuals import vjp_by
 from forebay.graph.rewrite import as_function
 from forebay.graph.stacks import Stack
 
@@ -115,13 +116,7 @@ def block_graph(
     ]
 
     def forward(*args: Any) -> Any:
-        def of_chosen(*values: Any) -> Any:
-            full = list(args)
-            for k, value in zip(chosen, values, strict=True):
-                full[k] = value
-            return run(*full)
-
-        results, vjp = jax.vjp(of_chosen, *(args[k] for k in chosen))
+        results, vjp = vjp_by(run, args, [k in chosen for k in range(len(args))])
         leaves, saved["tree"] = jax.tree.flatten(vjp)
         return results, leaves
 

@@ -1,7 +1,7 @@
 """Which activations a block names, and which of them its backward pass would really keep."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -51,13 +51,31 @@ class BlockNames:
         return tuple(n for n in self.carried if n not in self.residual_bytes)
 
 
-def residuals(function: Callable[..., Any], *args: Any) -> list[Residual]:
-    """What `jax.vjp(function, *args)` keeps, one entry per leaf of the VJP, in order.
+def vjp_by(function: Callable[..., Any], args: Sequence[Any], wanted: Sequence[bool]) -> tuple[Any, Any]:
+    """The result of `function(*args)`, and its VJP by the leaves of `args` that are wanted.
+
+    The VJP returns a tuple of one cotangent for each of these. What only the gradients by the others need is
+    not kept. `wanted` has an entry for each leaf.
+    """
+    leaves, tree = jax.tree.flatten(tuple(args))
+
+    def of_wanted(*values: Any) -> Any:
+        given = iter(values)
+        return function(
+            *jax.tree.unflatten(tree, [next(given) if w else v for v, w in zip(leaves, wanted, strict=True)])
+        )
+
+    return jax.vjp(of_wanted, *(v for v, w in zip(leaves, wanted, strict=True) if w))
+
+
+def residuals(function: Callable[..., Any], *args: Any, wanted: Sequence[bool] | None = None) -> list[Residual]:
+    """What the VJP of `function` at `args` keeps, one entry per leaf of the VJP, in order.
 
     `function` may be wrapped in `jax.checkpoint`. `args` are arrays or `ShapeDtypeStruct`s; nothing is
-    computed.
+    computed. `wanted` is as of `vjp_by`; all leaves when not given.
     """
-    jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(function, *a)[1]))(*args).jaxpr
+    wanted = [True] * len(jax.tree.leaves(args)) if wanted is None else wanted
+    jaxpr = jax.make_jaxpr(lambda *a: jax.tree.leaves(vjp_by(function, a, wanted)[1]))(*args).jaxpr
     invars = {v: i for i, v in enumerate(jaxpr.invars)}
     return [_origin(jaxpr, v, invars) for v in jaxpr.outvars]
 

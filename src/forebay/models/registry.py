@@ -46,6 +46,11 @@ class Model(Protocol):
         """Embed and vocabulary of the output embedding."""
         ...
 
+    def small_sizes(self, layers: Mapping[str, int], sharding: Sharding) -> Mapping[str, Any]:
+        """Fields of its configuration for a small model of the same kind, with so many layers in each stack, that
+        `sharding` still splits: the same head size and grouping, some hundreds of features."""
+        ...
+
     def init(self, key: jax.Array, dtype: Any) -> Any: ...
     def shapes(self) -> Any:
         """A tree like the weights with a shape tuple for each."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+
 def local_bytes(shapes: Any, shardings: Any) -> list[int]:
     """Bytes on one device of each array of a tree."""
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)

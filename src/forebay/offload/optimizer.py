@@ -5,7 +5,6 @@ Any optax optimizer whose update of an element depends on that element alone (Ad
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,7 +57,7 @@ def streamed_update(
     split = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
     g, c = jax.tree.leaves(gradients), [None] * len(leaves) if copies is None else jax.tree.leaves(copies)
     moments = _State(optimizer, state, treedef)
-    arrays = [
+    arrays: list[dict[str, Any]] = [
         {"gradient": g[i], "weight": w, **moments.of(i)} | ({} if c[i] is None else {"copy": c[i]})
         for i, w in enumerate(leaves)
     ]
@@ -67,7 +66,7 @@ def streamed_update(
     def at(updated: list[dict[str, Any] | None]) -> tuple[list[dict[str, Any]], Any]:
         """The update of the weights that are given; the others have no elements."""
         none = jnp.zeros((0,), jnp.float32)
-        given = [a or {name: none for name in arrays[i]} for i, a in enumerate(updated)]
+        given = [a or dict.fromkeys(arrays[i], none) for i, a in enumerate(updated)]
         tree = functools.partial(jax.tree.unflatten, treedef)
         new, new_state = update(
             tree([a["gradient"] for a in given]), moments.replaced(given), tree([a["weight"] for a in given])
@@ -80,14 +79,16 @@ def streamed_update(
         return results, new_state
 
     results, new_state = at([None if s else a for s, a in zip(streamed, arrays, strict=True)])
+    after = None
     for i, (path, w) in enumerate(jax.tree.leaves_with_path(weights)):
         if streamed[i]:
-            results[i] = stream(
+            results[i] = after = stream(
                 lambda parts, i=i: at([dict(parts) if n == i else None for n in range(len(leaves))])[0][i],
                 arrays[i],
                 _cut(w, split[i]),
                 [name for name in arrays[i] if name != "gradient"],
                 leaf_name(path),
+                after,
             )
     unflatten = functools.partial(jax.tree.unflatten, treedef)
     new_state = _State(optimizer, new_state, treedef).replaced(results)
@@ -103,11 +104,12 @@ def add_streamed(sums: Any, parts: Any, scale: float, shardings: Any = None) -> 
     def add(arrays: Any) -> Any:
         return {"sum": arrays["sum"] + scale * arrays["part"].astype(arrays["sum"].dtype)}
 
-    added = []
+    added, after = [], None
     for (path, total), part, sharding in zip(leaves, jax.tree.leaves(parts), split, strict=True):
         arrays = {"sum": total, "part": part}
         if on_host(total) or on_host(part):
-            added.append(stream(add, arrays, _cut(total, sharding), ["sum"], leaf_name(path))["sum"])
+            after = stream(add, arrays, _cut(total, sharding), ["sum"], leaf_name(path), after)
+            added.append(after["sum"])
         else:
             added.append(add(arrays)["sum"])
     return jax.tree.unflatten(jax.tree.structure(sums), added)
@@ -120,6 +122,7 @@ def global_norm(tree: Any, shardings: Any = None) -> jax.Array:
     total = sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for _, x in leaves if not on_host(x))
     for (path, x), sharding in zip(leaves, split, strict=True):
         if on_host(x):
+            x, total = jax.lax.optimization_barrier((x, total))  # one array after another: see `stream`
             total = total + _sum_of_squares(x, _cut(x, sharding), leaf_name(path))
     return jnp.sqrt(jnp.asarray(total, jnp.float32))
 
@@ -233,5 +236,3 @@ def check_elementwise(optimizer: optax.GradientTransformation, weights: Any) -> 
                     f"the optimizer's update of one part of {leaf_name(path)} depends on other parts, so it cannot work on "
                     f"slices: {advice}"
                 )
-
-

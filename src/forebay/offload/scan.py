@@ -14,6 +14,8 @@ Differentiation in reverse mode only.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -23,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 
 from forebay.errors import UserError, unknown
-from forebay.graph.residuals import Residual, carried_names, input_names, residuals
+from forebay.graph.residuals import Residual, carried_names, input_names, residuals, vjp_by
 from forebay.graph.stacks import STACK_SCOPE
 from forebay.offload.optimizer import leaf_name
 from forebay.offload.policy import apply
@@ -79,11 +81,11 @@ def scan_layers(
     block, closed_over = jax.closure_convert(block, _one_layer_of(layers), x, *constants)
     constants = (*constants, *closed_over)
     _check_names(block, placements, x, layers, constants)
-    ranges = [_Range(block, p, n) for n, p in enumerate(placements)]
-    # The leaves of `constants` by which any trace of `forward` is differentiated. A jitted caller is traced
-    # once and may be differentiated several times, by other arguments each time, in any order before the
-    # backward passes are traced; so this only grows. A gradient too many is dropped.
-    differentiated: set[int] = set()
+    ranges = [_Range(block, p) for p in placements]
+    # A jitted caller is traced once and may be differentiated several times, by other arguments each time, in
+    # any order before the backward passes are traced. So what a forward trace found is kept here, one entry a
+    # trace, and its residuals say which entry is theirs.
+    traces: list[_Trace] = []
 
     @jax.custom_vjp
     def run(layers: Any, x: Any, constants: tuple[Any, ...]) -> Any:
@@ -92,103 +94,177 @@ def scan_layers(
         return x
 
     def forward(layers: Any, x: Any, constants: tuple[Any, ...]) -> tuple[Any, Any]:
-        primals = jax.tree.leaves(constants, is_leaf=_is_custom_primal)
-        differentiated.update(i for i, c in enumerate(primals) if c.perturbed)
-        layers, x, constants = (
-            jax.tree.map(lambda p: p.value, t, is_leaf=_is_custom_primal) for t in (layers, x, constants)
-        )
-        start, stored = x, []
-        for r in ranges:
-            x, kept = r.forward(layers, x, constants)
-            stored.append(kept)
-        return x, (layers, jax.tree.map(_Aval.of, start), constants, stored)
+        wanted = _Wanted.of(layers, x, constants)
+        args = jax.tree.map(lambda p: p.value, (layers, x, constants), is_leaf=_is_custom_primal)
+        avals = [r.stored_avals(*args, wanted=wanted) for r in ranges]
+        # jax wants residuals of one structure from every trace: that of the one that stores most
+        everything = _Wanted.everything(*args)
+        full = avals if wanted == everything else [r.stored_avals(*args, wanted=everything) for r in ranges]
+        most = sum(map(len, full))
+        if sum(map(len, avals)) > most:
+            wanted, avals = everything, full
+        layers, x, constants = args
+        start, stored, vjps = jax.tree.map(_Aval.of, x), [], []
+        for r, shapes in zip(ranges, avals, strict=True):
+            x, kept, vjp = r.forward(layers, x, constants, wanted, _buffers(r.count, shapes, len(stored)))
+            stored += kept
+            vjps.append(vjp)
+        traces.append(_Trace(start, wanted, tuple(vjps)))
+        absent = [np.zeros(0, np.int8)] * (most - len(stored))
+        return x, (layers, constants, [*stored, *absent], _label(len(traces) - 1))
 
     def backward(results: Any, dx: Any) -> tuple[Any, Any, Any]:
-        layers, start, constants, stored = results
-        wanted = [i in differentiated and _is_inexact(c) for i, c in enumerate(jax.tree.leaves(constants))]
-        dx = [_instantiate(d) for d in _only_inexact(start, dx)]
-        dlayers = [_room_for_gradient(w, n) for n, w in enumerate(_only_inexact(layers, layers))]
-        dconstants = [jnp.zeros_like(c) for c, w in zip(jax.tree.leaves(constants), wanted, strict=True) if w]
-        for r, kept in zip(reversed(ranges), reversed(stored), strict=True):
-            dx, dlayers, dconstants = r.backward(layers, constants, kept, wanted, (dx, dlayers, dconstants))
-        by_leaf = iter(dconstants)
-        dconstants = jax.tree.unflatten(jax.tree.structure(constants), [next(by_leaf) if w else None for w in wanted])
-        return _fill(layers, dlayers, _no_cotangent), _fill(start, dx, _no_cotangent), dconstants
+        layers, constants, stored, label = results
+        trace = traces[_labelled(label)]
+        wanted, stored = trace.wanted, iter(stored)
+        kept = [list(itertools.islice(stored, vjp.stored)) for vjp in trace.vjps]
+        dx = [_instantiate(d) for d in _only(wanted.carry, dx)]
+        dx, kept = _not_before(dx, kept)
+        dlayers = [_room_for_gradient(w, n) for n, w in enumerate(_only(wanted.layers, layers))]
+        dconstants = [jnp.zeros_like(c) for c in _only(wanted.constants, constants)]
+        for r, vjp, values in zip(reversed(ranges), reversed(trace.vjps), reversed(kept), strict=True):
+            dx, dlayers, dconstants = r.backward(layers, constants, values, vjp, (dx, dlayers, dconstants))
+        return (
+            _fill(layers, wanted.layers, dlayers, _no_cotangent),
+            _fill(trace.start, wanted.carry, dx, _no_cotangent),
+            _fill(constants, wanted.constants, dconstants, _no_cotangent),
+        )
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(layers, x, constants)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Which leaves of a layer, of the carry and of the constants a VJP is taken by.
+
+    Of layers and constants those that somebody differentiates: by others a gradient would be thrown away, after
+    its residuals had been stored. Of the carry every floating-point leaf, for layers hand on what they change.
+    """
+
+    layers: tuple[bool, ...]
+    carry: tuple[bool, ...]
+    constants: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, layers: Any, x: Any, constants: Any) -> "_Wanted":
+        """From the arguments of a custom VJP's forward rule under symbolic zeros."""
+        primals = [jax.tree.leaves(t, is_leaf=_is_custom_primal) for t in (layers, x, constants)]
+        perturbed = [tuple(_is_inexact(p.value) and p.perturbed for p in leaves) for leaves in primals]
+        return cls(perturbed[0], tuple(_is_inexact(p.value) for p in primals[1]), perturbed[2])
+
+    @classmethod
+    def everything(cls, layers: Any, x: Any, constants: Any) -> "_Wanted":
+        return cls(*(tuple(_is_inexact(v) for v in jax.tree.leaves(t)) for t in (layers, x, constants)))
+
+    @property
+    def flat(self) -> tuple[bool, ...]:
+        return (*self.layers, *self.carry, *self.constants)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerVjp:
+    """The VJP of one layer of a range, without its arrays: how the backward pass puts it together again.
+
+    `names` are those of the residuals that are stored, in the order of the buffers.
+    """
+
+    tree: Any
+    sources: tuple["_Source", ...]
+    names: tuple[str, ...]
+    wanted: _Wanted
+    carry: Any
+
+    @property
+    def stored(self) -> int:
+        return len(self.names)
+
+    def rebuild(self, layer: Any, constants: tuple[Any, ...], stored: list[Any]) -> Callable[[Any], Any]:
+        pools = {"layer": jax.tree.leaves(layer), "constant": jax.tree.leaves(constants), "stored": stored}
+        leaves = [s.value if s.kind == "literal" else pools[s.kind][s.index] for s in self.sources]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trace:
+    """What one trace of the forward pass found: the carry before the first layer, and the VJPs of the ranges."""
+
+    start: Any
+    wanted: _Wanted
+    vjps: tuple[_LayerVjp, ...]
+
+
 class _Range:
     """The layers of one placement. `forward` traces the block; `backward` rebuilds its VJPs from that."""
 
-    def __init__(self, block: Callable[..., Any], placement: Placement, number: int):
+    def __init__(self, block: Callable[..., Any], placement: Placement):
         self.block = block
-        self.number = number
         self.checkpointed = apply(block, placement)
         self.stack = placement.stack
         self.first, past_last = placement.layers
         self.count = past_last - self.first
         self.offloads = bool(placement.names("host"))
-        # of the block's VJP, known once `forward` is traced
-        self.carry: Any = None
-        self.vjp_tree: Any = None
-        self.sources: list[_Source] = []
-        self.stored_names: list[str] = []
 
     @property
     def indices(self) -> jax.Array:
         return self.first + jnp.arange(self.count, dtype=jnp.int32)
 
     def primal(self, layers: Any, x: Any, constants: tuple[Any, ...]) -> Any:
-        return jax.lax.scan(lambda x, i: (self.block(_take(layers, i, self.stack), x, *constants), None), x, self.indices)[0]
+        return jax.lax.scan(
+            lambda x, i: (self.block(_take(layers, i, self.stack), x, *constants), None), x, self.indices
+        )[0]
 
-    def forward(self, layers: Any, x: Any, constants: tuple[Any, ...]) -> tuple[Any, list[jax.Array]]:
+    def stored_avals(self, layers: Any, x: Any, constants: tuple[Any, ...], wanted: _Wanted) -> Sequence[Any]:
+        """What a layer stores for its backward pass: shapes, dtypes and memories."""
         layer = _one_layer_of(layers)
-        self.carry = jax.tree.map(_Aval.of, x)
-        stored_avals = jax.make_jaxpr(lambda *a: self._one_layer(*a)[1])(layer, x, constants).out_avals
-        origins = residuals(self.checkpointed, layer, x, *constants)
-        inputs = input_names(self.block, layer, x, *constants)
-        self.stored_names = [
-            _name(origin, inputs) for origin, s in zip(origins, self.sources, strict=True) if s.kind == "stored"
-        ]
-        first = self.number * len(stored_avals)
-        buffers = [_buffer(self.count, aval, first + n) for n, aval in enumerate(stored_avals)]
+        return jax.make_jaxpr(lambda *a: self._one_layer(*a, wanted=wanted)[1])(layer, x, constants).out_avals
 
-        def body(k: jax.Array, carry: Any) -> Any:
-            x, buffers = carry
-            y, stored = self._one_layer(_take(layers, self.first + k, self.stack), x, constants)
+    def forward(
+        self, layers: Any, x: Any, constants: tuple[Any, ...], wanted: _Wanted, buffers: list[jax.Array]
+    ) -> tuple[Any, list[jax.Array], _LayerVjp]:
+        """The carry after the last layer, the filled buffers, and the VJP that reads them."""
+        layer = _one_layer_of(layers)
+        origins = residuals(self.checkpointed, layer, x, *constants, wanted=wanted.flat)
+        inputs = input_names(self.block, layer, x, *constants)
+        carry = jax.tree.map(_Aval.of, x)
+        vjps = []  # of the one trace of the loop's body
+
+        def body(k: jax.Array, state: Any) -> Any:
+            x, buffers = state
+            y, stored, tree, sources = self._one_layer(_take(layers, self.first + k, self.stack), x, constants, wanted)
+            names = tuple(_name(o, inputs) for o, s in zip(origins, sources, strict=True) if s.kind == "stored")
+            vjps.append(_LayerVjp(tree, sources, names, wanted, carry))
             written = []
-            for buffer, value, name in zip(buffers, stored, self.stored_names, strict=True):
+            for buffer, value, name in zip(buffers, stored, names, strict=True):
                 with jax.named_scope(f"save:{self.stack}:{name}"):
                     written.append(_write(buffer, value, k))
             return y, written
 
-        return self._loop(body, (x, buffers), layers)
+        x, buffers = self._loop(body, (x, buffers), layers)
+        return x, buffers, vjps[-1]
 
     def backward(
-        self, layers: Any, constants: tuple[Any, ...], stored: list[jax.Array], wanted: list[bool], cotangents: Any
+        self, layers: Any, constants: tuple[Any, ...], stored: list[jax.Array], vjp: _LayerVjp, cotangents: Any
     ) -> Any:
-        def body(k: jax.Array, carry: Any) -> Any:
-            dx, dlayers, dconstants = carry
+        wanted = vjp.wanted
+
+        def body(k: jax.Array, cotangents: Any) -> Any:
+            dx, dlayers, dconstants = cotangents
             k = self.count - 1 - k
             i = self.first + k
             values = []
-            for buffer, name in zip(stored, self.stored_names, strict=True):
+            for buffer, name in zip(stored, vjp.names, strict=True):
                 with jax.named_scope(f"load:{self.stack}:{name}"):
                     values.append(_read(buffer, k))
             layer = _take(layers, i, self.stack)
-            vjp = jax.tree.unflatten(self.vjp_tree, self._sources_to_leaves(layer, constants, values))
+            pull = vjp.rebuild(layer, constants, values)
             with jax.named_scope(f"layer:{self.stack}"):
-                dlayer, dx, *dconst = vjp(_fill(self.carry, dx, _zero_cotangent))
-            dconst = [d for d, w in zip(jax.tree.leaves(dconst), wanted, strict=True) if w]
+                found = iter(pull(_fill(vjp.carry, wanted.carry, dx, _zero_cotangent)))
+            dlayer, dx, dconst = (list(itertools.islice(found, sum(w))) for w in dataclasses.astuple(wanted))
             with jax.named_scope(f"gradient:{self.stack}"):
-                dlayers = [
-                    _write(total, d.astype(total.dtype), i)
-                    for total, d in zip(dlayers, _only_inexact(layer, dlayer), strict=True)
-                ]
+                dlayers = [_write(total, d.astype(total.dtype), i) for total, d in zip(dlayers, dlayer, strict=True)]
             dconstants = [total + d for total, d in zip(dconstants, dconst, strict=True)]
-            return _only_inexact(self.carry, dx), dlayers, dconstants
+            return dx, dlayers, dconstants
 
         return self._loop(body, cotangents, layers)
 
@@ -204,12 +280,15 @@ class _Range:
         start = (jnp.int32(0), carry)
         return jax.lax.while_loop(lambda s: s[0] < self.count, lambda s: (s[0] + 1, body(*s)), start)[1]
 
-    def _one_layer(self, layer: Any, x: Any, constants: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        """The block's result and what its backward pass needs that is neither weight nor constant."""
+    def _one_layer(
+        self, layer: Any, x: Any, constants: tuple[Any, ...], wanted: _Wanted
+    ) -> tuple[Any, list[Any], Any, tuple["_Source", ...]]:
+        """The block's result, what its backward pass needs that is neither weight nor constant, and the
+        structure of its VJP with the source of each of its leaves."""
         with jax.named_scope(f"layer:{self.stack}"):
-            y, vjp = jax.vjp(self.checkpointed, layer, x, *constants)
-        leaves, self.vjp_tree = jax.tree.flatten(vjp)
-        self.sources, stored = [], []
+            y, vjp = vjp_by(self.checkpointed, (layer, x, *constants), wanted.flat)
+        leaves, tree = jax.tree.flatten(vjp)
+        sources, stored = [], []
         for leaf in leaves:
             source = _find(leaf, "layer", layer) or _find(leaf, "constant", constants)
             if source is None and not isinstance(leaf, Tracer):
@@ -217,12 +296,8 @@ class _Range:
             if source is None:
                 source = _Source("stored", len(stored))
                 stored.append(leaf)
-            self.sources.append(source)
-        return y, stored
-
-    def _sources_to_leaves(self, layer: Any, constants: tuple[Any, ...], stored: list[Any]) -> list[Any]:
-        pools = {"layer": jax.tree.leaves(layer), "constant": jax.tree.leaves(constants), "stored": stored}
-        return [s.value if s.kind == "literal" else pools[s.kind][s.index] for s in self.sources]
+            sources.append(source)
+        return y, stored, tree, tuple(sources)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,6 +307,15 @@ class _Source:
     kind: Literal["layer", "constant", "stored", "literal"]
     index: int = 0
     value: Any = None
+
+
+def _label(number: int) -> np.ndarray:
+    """A number as a residual. It is in the shape, which a trace knows; `vmap`, loops and `shard_map` keep it."""
+    return np.zeros((0, number), np.int8)
+
+
+def _labelled(label: Any) -> int:
+    return label.shape[1]
 
 
 def _name(origin: Residual, inputs: tuple[str, ...]) -> str:
@@ -262,18 +346,16 @@ def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _only_inexact(like: Any, tree: Any) -> list[Any]:
-    """The leaves of `tree` where `like`, of the same structure, is of a differentiable dtype."""
-    kept = jax.tree.leaves(like, is_leaf=_is_aval)
-    return [
-        leaf for leaf, k in zip(jax.tree.leaves(tree, is_leaf=_is_symbolic_zero), kept, strict=True) if _is_inexact(k)
-    ]
+def _only(wanted: Sequence[bool], tree: Any) -> list[Any]:
+    """The leaves of `tree` that are wanted."""
+    return [leaf for leaf, w in zip(jax.tree.leaves(tree, is_leaf=_is_symbolic_zero), wanted, strict=True) if w]
 
 
-def _fill(like: Any, inexact: list[Any], other: Callable[[Any], Any]) -> Any:
-    """The inverse of `_only_inexact`; `other` makes the leaves that are not differentiable."""
-    values = iter(inexact)
-    return jax.tree.map(lambda leaf: next(values) if _is_inexact(leaf) else other(leaf), like, is_leaf=_is_aval)
+def _fill(like: Any, wanted: Sequence[bool], values: list[Any], other: Callable[[Any], Any]) -> Any:
+    """The inverse of `_only`, with the structure of `like`; `other` makes the leaves that are not wanted."""
+    leaves, tree = jax.tree.flatten(like, is_leaf=_is_aval)
+    found = iter(values)
+    return jax.tree.unflatten(tree, [next(found) if w else other(v) for v, w in zip(leaves, wanted, strict=True)])
 
 
 def _no_cotangent(leaf: Any) -> None:
@@ -294,6 +376,22 @@ def _is_symbolic_zero(x: Any) -> bool:
 
 def _is_custom_primal(x: Any) -> bool:
     return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _not_before(dx: list[Any], kept: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
+    """The residuals of all ranges but the last, which cannot be fetched before the cotangents `dx` are there.
+
+    A scheduler that starts to fetch as early as it can would otherwise wait for them to be stored at the end
+    of the forward pass, with no work to store them behind.
+    """
+    *early, last = kept
+    held = [[v for v in values if on_host(v)] for values in early]
+    if not any(held):
+        return dx, kept
+    dx, held = jax.lax.optimization_barrier((dx, held))
+    freed = [iter(values) for values in held]
+    early = [[next(f) if on_host(v) else v for v in values] for f, values in zip(freed, early, strict=True)]
+    return dx, [*early, last]
 
 
 def _instantiate(cotangent: Any) -> Any:
@@ -324,25 +422,71 @@ def _one_layer_of(layers: Any) -> Any:
 
 
 def _read(stack: jax.Array, i: jax.Array) -> jax.Array:
+    if on_host(stack):
+        return _host_reader(0)(stack, i)
     return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False, allow_negative_indices=False)
 
 
 def _write(stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
-    if on_host(stack) and not on_host(value):
-        value = jax.device_put(value, jax.memory.Space.Host)
+    if on_host(stack):
+        return _host_writer(0)(stack, jax.device_put(value, jax.memory.Space.Host), i)
     return jax.lax.dynamic_update_index_in_dim(stack, value, i, 0, allow_negative_indices=False)
 
 
-def _buffer(length: int, aval: Any, number: int) -> jax.Array:
-    """Room for `length` values like `aval`, in the same memory. XLA allocates it in host memory without a copy.
+# Under `vmap` jax makes gather and scatter of these, whose indices would have to lie in the memory of the stack.
+# The position is a loop's counter, which is not batched.
 
-    Each buffer on the host is filled with a number of its own: buffers that look the same would be made one
-    by common subexpression elimination and, host memory to host memory, copied apart again.
+
+@functools.cache
+def _host_reader(axis: int) -> Callable[..., Any]:
+    """Reads the value at a position along an axis."""
+
+    @jax.custom_batching.custom_vmap
+    def read(stack: jax.Array, i: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(stack, i, axis, keepdims=False, allow_negative_indices=False)
+
+    @read.def_vmap
+    def batched(size: int, are_batched: Sequence[bool], stack: jax.Array, i: jax.Array) -> tuple[Any, bool]:
+        return _host_reader(axis + 1 if are_batched[0] else axis)(stack, i), are_batched[0]
+
+    return read
+
+
+@functools.cache
+def _host_writer(axis: int) -> Callable[..., Any]:
+    """Writes a value at a position along an axis."""
+
+    @jax.custom_batching.custom_vmap
+    def write(stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stack, value, i, axis, allow_negative_indices=False)
+
+    @write.def_vmap
+    def batched(
+        size: int, are_batched: Sequence[bool], stack: jax.Array, value: jax.Array, i: jax.Array
+    ) -> tuple[Any, bool]:
+        stack, value = (
+            x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_batched in zip((stack, value), are_batched[:2], strict=True)
+        )
+        return _host_writer(axis + 1)(stack, value, i), True
+
+    return write
+
+
+def _buffers(length: int, avals: Sequence[Any], first: int) -> list[jax.Array]:
+    """Room for `length` values like each of `avals`, in the same memory; XLA allocates that of the host without a copy.
+
+    Each buffer on the host is filled with a number of its own, from `first` on: buffers that look the same would be
+    made one by common subexpression elimination and, host memory to host memory, copied apart again.
     """
-    shape = (length, *aval.shape)
-    if aval.memory_space == jax.memory.Space.Host:
-        return jax.device_put(jnp.full(shape, number, aval.dtype), aval.memory_space)
-    return jnp.zeros(shape, aval.dtype)
+
+    def buffer(number: int, aval: Any) -> jax.Array:
+        shape = (length, *aval.shape)
+        if aval.memory_space == jax.memory.Space.Host:
+            return jax.device_put(jnp.full(shape, number, aval.dtype), aval.memory_space)
+        return jnp.zeros(shape, aval.dtype)
+
+    return [buffer(number, aval) for number, aval in enumerate(avals, first)]
 
 
 def _layer_count(layers: Any) -> int:

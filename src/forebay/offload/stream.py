@@ -77,6 +77,7 @@ def stream(
     how: Cut,
     writes: Collection[str],
     scope: str,
+    after: Any = None,
 ) -> dict[str, jax.Array]:
     """`work` on each slice of `arrays` in turn.
 
@@ -86,10 +87,13 @@ def stream(
         how: the cut of each.
         writes: the arrays that `work` returns; each stays where it is.
         scope: what the compiled program calls the copies.
+        after: what must be there before the first slice comes in: what the call before returned. Without it the
+            compiler fetches the first slices of all calls at once, and writes all of the last ones in the end.
 
     Returns:
         The arrays of `writes`, after the work.
     """
+    arrays, _ = jax.lax.optimization_barrier((dict(arrays), after))
     hosted = [name for name, x in arrays.items() if on_host(x)]
     ahead, direct = _balance(hosted, arrays, writes)
     device = [name for name in arrays if name not in hosted]
@@ -124,7 +128,7 @@ def stream(
 
     with jax.named_scope(f"update:{scope}"):
         first = {name: take(arrays[name], 0) for name in ahead}
-    state = (jnp.int32(0), dict(arrays), first, {name: first[name] for name in out})
+    state = (jnp.int32(0), arrays, first, {name: first[name] for name in out})
     if how.count == 1:
         _, finished, _, done = body(state)
     else:

@@ -270,7 +270,7 @@ def least_memory(problem: Problem) -> float | None:
     return high
 
 
-def _never_fitted(compiled: dict[tuple[Placement, ...], Measured], problem: Problem) -> str:
+def _never_fitted(compiled: dict[Decision, Measured], problem: Problem) -> str:
     least = min(m.device_bytes for m in compiled.values())
     return (
         f"no plan fits: of {len(compiled)} that were compiled the smallest needs {format_bytes(least)} on each device, of "

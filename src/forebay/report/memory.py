@@ -11,7 +11,7 @@ from forebay.hardware import Hardware
 from forebay.report.console import make_console
 from forebay.units import GiB, MiB, format_bytes, format_count
 from forebay.xla.compile import SCHEMA, Bytes, CompiledStep
-from forebay.xla.exposure import MemoryLimit, explain
+from forebay.xla.exposure import MemoryLimit, boundary_exposed_bytes, explain, layer_bytes
 from forebay.xla.options import HOST_COUNTED, memory_limit_bytes
 from forebay.xla.windows import HIDDEN_WINDOW
 
@@ -28,6 +28,7 @@ def compile_json(
     `fits` is whether the compiler accepted the program, its device bytes are within `hbm_bytes` (the
     memory that XLA may use, not all there is) and its host bytes within the host's. `exposed` is a line on
     the copies in loops that are not hidden, or null; `options` are the compiler's, for telling why.
+    `boundary_exposed_bytes` are those of copies outside of loops; `layer_offloaded_bytes` are of one layer, one way.
     """
     hbm_bytes = hardware.usable_hbm_bytes(memory_fraction)
     host_capacity = hardware.host.memory_bytes_per_device
@@ -64,6 +65,8 @@ def compile_json(
             for t in compiled.transfers
         ],
         "exposed": explain(compiled.transfers, _memory_limit(compiled, hardware, options or {}), compiled.remat.count),
+        "boundary_exposed_bytes": boundary_exposed_bytes(compiled.transfers),
+        "layer_offloaded_bytes": layer_bytes(compiled.transfers),
         "violations": list(compiled.violations),
         "host_copy_bytes": compiled.host_copy_bytes,
         "remat_clones": compiled.remat.count,
@@ -110,6 +113,7 @@ def print_compiled(report: Mapping[str, Any], console: Console | None = None) ->
     if report["transfers"]:
         console.print()
         console.print(_transfer_table(report["transfers"]))
+        console.print(_boundary(report), style="dim", highlight=False)
     console.print()
     for violation in report["violations"]:
         console.print(f"the copies cannot be right: {violation}", style="bold red", highlight=False)
@@ -177,6 +181,14 @@ def _transfer_table(transfers: Any) -> Table:
         moved = f"{t['bytes'] * t['count'] / size:,.2f}"
         table.add_row(f"{t['name']} ({t['stack']})", t["direction"].upper(), t["where"], moved, window)
     return table
+
+
+def _boundary(report: Mapping[str, Any]) -> str:
+    exposed, layer = report["boundary_exposed_bytes"], report["layer_offloaded_bytes"]
+    if not exposed:
+        return "between forward and backward pass no copy is exposed"
+    layers = f", {exposed / layer:.1f} times what a layer sends out" if layer else ""
+    return f"between forward and backward pass {format_bytes(exposed)} of copies a step are exposed, in both directions{layers}"
 
 
 def _print_verdict(report: Mapping[str, Any], console: Console) -> None:

@@ -179,7 +179,15 @@ def print_diff(before: Any, after: Any, *, as_json: bool) -> None:
     }
     settings = {
         key: [getattr(before, key), getattr(after, key)]
-        for key in ("hardware", "devices", "mesh", "batch", "seq", "optimizer_host_fraction", "parameters_host_fraction")
+        for key in (
+            "hardware",
+            "devices",
+            "mesh",
+            "batch",
+            "seq",
+            "optimizer_host_fraction",
+            "parameters_host_fraction",
+        )
         if getattr(before, key) != getattr(after, key)
     }
     if as_json:

@@ -16,24 +16,22 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from forebay.errors import EXIT_WRONG_NUMBERS, UserError, missing_extra
+from forebay.errors import UserError, WrongNumbersError, missing_extra
 from forebay.hardware.present import machine_of
 from forebay.report.plots import loss_curve
 from forebay.report.training import TrainingDisplay
 from forebay.train.checkpoint import Checkpoints, truncate_metrics
 from forebay.train.data import load_tokenizer, make_train_iterator, make_validation_batches, unigram_entropy
 from forebay.train.metrics import MetricsFile, StepMetrics, read_metrics
-from forebay.train.planning import step_options
+from forebay.train.planning import run_options
 from forebay.train.program import Program
 from forebay.train.run_config import TrainConfig, to_yaml
 from forebay.train.sample import sample
 from forebay.train.state import TrainState
 
 
-class NonFiniteLossError(UserError):
+class NonFiniteLossError(WrongNumbersError):
     """The loss is not a finite number any more."""
-
-    exit_code = EXIT_WRONG_NUMBERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +92,10 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
     recorder.kept_step = done if config.resume else None
     # the options that `forebay compile` compiles with: what it says is said of this program
     device = program.sharding.mesh.devices.flat[0]
-    step_function = program.jit_step(step_options(program, machine_of(device), deviceless=False)[0])
+    options, notes = run_options(program, machine_of(device))
+    for note in notes:
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    step_function = program.jit_step(options)
     try:
         with TrainingDisplay(console, config.steps, done) as display, _stop_signals() as stopped:
             recorder.show = display.update

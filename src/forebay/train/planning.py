@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from forebay.errors import UserError
+from forebay.errors import UserError, WrongNumbersError
 from forebay.graph.loss import LossGraph, trace_loss
 from forebay.hardware import Hardware
 from forebay.hardware.present import available_host_bytes, cpu_hardware, hardware_of
@@ -27,6 +27,7 @@ from forebay.train.program import Program, make_program
 from forebay.train.run_config import TrainConfig
 from forebay.xla.compile import CompiledStep, compile_hidden
 from forebay.xla.estimate import argument_bytes, offloaded_bytes
+from forebay.xla.invariants import explain_violations
 from forebay.xla.options import compiler_options, memory_limit_percent
 
 
@@ -64,6 +65,7 @@ def planned_program(
 
     Raises:
         UserError: anything wrong in the configuration; nothing fits; unknown devices.
+        WrongNumbersError: the compiler makes a step of a plan that cannot compute the right numbers.
     """
     program = make_program(config, devices)
     if not config.is_planned:
@@ -80,6 +82,8 @@ def planned_program(
         candidate = dataclasses.replace(program, plan=plan)
         done = compile_program(candidate, hardware, deviceless=deviceless, memory_fraction=memory_fraction)
         compiled = done.compiled
+        if compiled.violations:
+            raise WrongNumbersError(explain_violations(compiled.violations))
         report = compile_json(compiled, candidate, hardware, memory_fraction, done.options)
         notes = (*done.notes, *([report["exposed"]] if report["exposed"] else []))
         made = report["timeline"] = of_compiled(compiled, hardware, len(devices), program.flops_per_step / len(devices))
@@ -121,21 +125,42 @@ class Compiled:
 
 def compile_program(
     program: Program,
-    hardware: Hardware,
+    hardware: Hardware | None,
     *,
     deviceless: bool,
     memory_fraction: float | None = None,
     save_hlo: Path | None = None,
 ) -> Compiled:
-    """The program's step, compiled under the options that hide most of its copies."""
+    """The program's step, compiled under the options that hide most of its copies.
+
+    `hardware` is None for devices that no machine is known for.
+    """
     step = program.jit_step()  # one function, so that it is traced once
     options, notes = step_options(program, hardware, deviceless=deviceless, memory_fraction=memory_fraction, step=step)
     compiled, options = compile_hidden(
         step, (program.abstract_state, program.abstract_batch), options,
-        judged=hardware.platform == "cuda", weight_shapes=program.local_weight_shapes(), hosted=program.hosted_arguments(),
-        save_hlo=save_hlo,
+        judged=hardware is not None and hardware.platform == "cuda", weight_shapes=program.local_weight_shapes(),
+        hosted=program.hosted_arguments(), save_hlo=save_hlo,
     )  # fmt: skip
     return Compiled(compiled, options, notes)
+
+
+def run_options(program: Program, hardware: Hardware | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Compiler options to run the program with on the devices there are, of `hardware` if that is known, and what
+    this build could not do of them.
+
+    A program that moves activations is compiled and its copies are looked at first; they may need other options
+    than the first choice.
+
+    Raises:
+        WrongNumbersError: what was compiled cannot compute the right numbers.
+    """
+    if program.sharding.mesh.devices.flat[0].platform == "cpu" or not program.plan.offloads:
+        return step_options(program, hardware, deviceless=False)
+    done = compile_program(program, hardware, deviceless=False)
+    if done.compiled.violations:
+        raise WrongNumbersError(explain_violations(done.compiled.violations))
+    return dict(done.options), done.notes
 
 
 def step_options(

@@ -87,9 +87,7 @@ class Program:
         """For each array of the state, whether it lives in host memory."""
         state, split = self.abstract_state, self._split
         hosted = jax.tree.map(lambda _: False, state)
-        optimizer = choose_hosted(
-            local_bytes(state.optimizer, split.optimizer), self.plan.optimizer_host_fraction
-        )
+        optimizer = choose_hosted(local_bytes(state.optimizer, split.optimizer), self.plan.optimizer_host_fraction)
         weights, treedef = jax.tree.flatten(state.weights)
         stacked = jax.tree.leaves(self._stacked)
         sizes = local_bytes(state.weights, split.weights)

@@ -10,7 +10,6 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from forebay.xla.buffers import Assignment, read_assignment
 from forebay.xla.exposure import exposed
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, parse_module
 from forebay.xla.host_arguments import mark_host
-from forebay.xla.invariants import host_buffers, violations
+from forebay.xla.invariants import all_violations, host_buffers
 from forebay.xla.memory import Row, memory_rows
 from forebay.xla.options import variants
 from forebay.xla.remat import RematClones, remat_clones
+from forebay.xla.versions import versions
 from forebay.xla.windows import Transfer, buffer_scopes, host_copy_bytes, transfers
 
 SCHEMA = "forebay.compile/1"
@@ -118,7 +118,7 @@ def compile_step(
         host=_bytes(assignment, module, HOST_MEMORY_SPACE),
         rows=tuple(memory_rows(assignment, module, weight_shapes, scopes)),
         transfers=moved,
-        violations=tuple(violations(moved, host_buffers(assignment, scopes))),
+        violations=tuple(all_violations(module, moved, host_buffers(assignment, scopes))),
         host_copy_bytes=host_copy_bytes(module),
         remat=remat_clones(module),
         compile_time_s=compiled_at - lowered_at,
@@ -140,38 +140,30 @@ def compile_hidden(
 ) -> tuple[CompiledStep, Mapping[str, Any]]:
     """Compiles under the first variant of `options` that hides all copies in loops, or the one that hides most.
 
+    A variant under which the copies cannot be right is taken only if they cannot under any.
+
     Args:
-        judged: whether windows decide; otherwise the options are taken as they are.
+        judged: whether windows decide; otherwise the first variant that can be right is taken.
         arguments: those of `compile_step`.
 
     Returns:
         The step and the options that it was compiled with.
     """
-    tried: list[tuple[float, int, CompiledStep, Mapping[str, Any]]] = []
+    tried: list[tuple[bool, float, int, CompiledStep, Mapping[str, Any]]] = []
     for number, variant in enumerate(variants(options)):
         saved = None if save_hlo is None else save_hlo.with_name(f"{save_hlo.name}.{number}")
         compiled = compile_step(step, args, options=variant, save_hlo=saved, **arguments)
         bytes_exposed = sum(t.num_bytes * t.count * (1 - t.window) for t in exposed(compiled.transfers))
-        tried.append((bytes_exposed, number, compiled, variant))
-        if not (judged and bytes_exposed):
+        wrong = bool(compiled.violations)
+        tried.append((wrong, bytes_exposed if judged else 0, number, compiled, variant))
+        if not (wrong or (judged and bytes_exposed)):
             break
-    _, best, compiled, variant = min(tried, key=lambda t: t[0])
+    _, _, best, compiled, variant = min(tried, key=lambda t: t[:2])
     if save_hlo is not None:
         for number in range(len(tried)):
             file = save_hlo.with_name(f"{save_hlo.name}.{number}")
             file.replace(save_hlo) if number == best else file.unlink()
     return compiled, variant
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of what a compile depends on."""
-    found = {}
-    for package in ("forebay", "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "libtpu"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _refusal(error: Exception) -> str:

@@ -25,6 +25,24 @@ def exposed(transfers: Sequence[Transfer]) -> list[Transfer]:
     return sorted(found, key=lambda t: -t.num_bytes * t.count * (1 - t.window))
 
 
+def boundary_exposed_bytes(transfers: Sequence[Transfer]) -> int:
+    """Bytes that a step on one device copies outside of loops over layers without a layer's work to hide behind.
+
+    These are of the layers next to the boundary between forward and backward pass, whose copies the compiler has
+    taken out of the loops: each copy's bytes times what its window lacks of one.
+    """
+    return round(sum(t.exposed_bytes for t in transfers if t.where == "boundary"))
+
+
+def layer_bytes(transfers: Sequence[Transfer]) -> int:
+    """Bytes of one layer that go to the host: one copy of each tensor, in the stack with the most."""
+    found: dict[str, dict[str, int]] = {}
+    for t in transfers:
+        if t.direction == "d2h" and t.where != "update" and t.stack:
+            found.setdefault(t.stack, {})[t.name] = t.num_bytes
+    return max((sum(tensors.values()) for tensors in found.values()), default=0)
+
+
 def explain(transfers: Sequence[Transfer], limit: MemoryLimit | None, remat_clones: int) -> str | None:
     """One line on the copies that are exposed: which is worst, and why. None when all are hidden."""
     found = exposed(transfers)

@@ -1,17 +1,39 @@
 """What must hold of the copies of a compiled step, whatever the compiler did to its loops.
 
-Compilers that pipeline loops over host buffers have produced programs with silently wrong gradients; a
-buffer that is not written and read once a layer shows in these counts. Numbers are another matter: only
-a run on the device proves them.
+Compilers that pipeline loops over host buffers have produced programs with silently wrong gradients
+(openxla/xla#39302, #41348, #46231, #47218). What went wrong in them shows in the compiled program:
+
+- a loop that runs another number of times than noted: copies whose places were worked out for the noted number;
+- a place that was worked out and is not the one that the program's own index says;
+- a place that is read before it is written, written twice, or read in another order than the layers' reversed;
+- bytes that are not written once and read once a layer;
+- memory of the host in the hands of an operation that computes.
+
+Numbers are another matter: only a run on the device proves them (`train.parity`).
 """
 
+import dataclasses
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from forebay.units import format_bytes
 from forebay.xla.buffers import Assignment
-from forebay.xla.hlo import arrays_of
-from forebay.xla.windows import GRADIENT, UPDATE, WEIGHT, BufferScopes, Transfer
+from forebay.xla.follow import Follower, Step, Value
+from forebay.xla.hlo import HOST_MEMORY_SPACE, Instruction, Module, arrays_of
+from forebay.xla.windows import GRADIENT, UPDATE, WEIGHT, BufferScopes, Transfer, host_copies
+
+_SLICES = ("dynamic-slice", "dynamic-update-slice")
+_WORKED_OUT = re.compile(r'"dynamic_slice_config":\{((?:[^{}]|\{[^{}]*\})*)\}')
+"""Where XLA for GPUs has worked out that a slice is; the copy goes by this and not by its index. See `_WorkedOut`."""
+
+_HANDS_ON = (
+    "tuple", "get-tuple-element", "while", "call", "conditional", "parameter", "bitcast", "copy", "opt-barrier",
+    "optimization-barrier", *_SLICES, "slice", "reshape", "transpose", "constant",
+)  # fmt: skip
+"""Operations that move memory or hand it on."""
+
+_ON_HOST_CPU = '_xla_compute_type="host"'
 
 type HostBuffers = dict[tuple[str, str], Counter[int]]
 """By stack and name: the sizes of the buffers in bytes, without padding, and how many there are of each."""
@@ -57,3 +79,204 @@ def violations(transfers: Iterable[Transfer], buffers: HostBuffers) -> list[str]
                 f"{format_bytes(back)} read in a step"
             )
     return found
+
+
+def wrong_places(module: Module) -> list[str]:
+    """One sentence for each loop that is miscounted and each tensor with a slice that goes to the wrong place.
+
+    Slices within the device's memory too, where the compiler has worked out their places. A slice whose index
+    cannot be followed (it comes of something else than loops' counters) is passed over.
+    """
+    copies = {copy.start: copy for copy in host_copies(module)}
+    on_device = {i for i in module.instructions() if i not in copies and _has_worked_out_place(module, i)}
+    at_once: Counter[tuple[Instruction, str, str]] = Counter()
+    for copy in copies.values():
+        at_once[copy.buffer, copy.direction, copy.start.computation] += 1
+    buffers: dict[Instruction, _Buffer] = {}
+    found: dict[str, str] = {}
+    follower = Follower(module, lambda i: i in copies or i in on_device)
+    for step in follower.steps():
+        copy = copies.get(step.instruction)
+        tensor = f"{copy.name} ({copy.stack})" if copy and copy.stack else step.instruction.name
+        sliced = _slice_of(module, step)
+        if sliced is None:  # a copy of the whole buffer
+            continue
+        place, wrong = sliced
+        if wrong:
+            found.setdefault(tensor, f"{tensor}: {wrong}")
+        if copy is None or copy.stack in ("", UPDATE) or copy.buffer.opcode == "parameter":
+            continue  # not residuals of layers: they may be there before the step and stay after it
+        most = max(n for (buffer, *_), n in at_once.items() if buffer == copy.buffer)
+        buffer = buffers.setdefault(copy.buffer, _Buffer(tensor, most))
+        if complaint := buffer.write(place) if copy.direction == "d2h" else buffer.read(place):
+            found.setdefault(tensor, f"{tensor}: {complaint}")
+    for buffer in buffers.values():
+        if buffer.full and not buffer.lost:
+            found.setdefault(buffer.tensor, f"{buffer.tensor}: layer {buffer.full[0]} is written and never read")
+    miscounts = [
+        f"the loop {m.loop.name} runs {m.counted} times and is noted to run {m.noted} times" for m in follower.miscounts
+    ]
+    return miscounts + list(found.values())
+
+
+def _has_worked_out_place(module: Module, i: Instruction) -> bool:
+    if i.opcode.removesuffix("-start") not in ("fusion", "async", *_SLICES):
+        return False
+    inside = module.computations.get(i.called("calls") or "", [i])
+    return any(_WorkedOut.of(j) for j in inside if j.opcode in _SLICES) and _only_moves(module, i)
+
+
+class _Buffer:
+    """The places of one host buffer that hold a layer's value, in the order in which they were written.
+
+    Backward passes take the layers in reverse, so what is read is the last that was written; `at_once` copies
+    of one iteration may be in any order.
+    """
+
+    def __init__(self, tensor: str, at_once: int):
+        self.tensor = tensor
+        self.at_once = at_once
+        self.full: list[int] = []
+        self.lost = False
+        """Whether a place was not known: nothing can be said from then on."""
+
+    def write(self, place: int | None) -> str | None:
+        if place is None or self.lost:
+            self.lost = True
+            return None
+        again = place in self.full
+        self.full.append(place)
+        return f"layer {place} is written again before it is read" if again else None
+
+    def read(self, place: int | None) -> str | None:
+        if place is None or self.lost:
+            self.lost = True
+            return None
+        if place not in self.full:
+            return f"layer {place} is read and not written"
+        late = len(self.full) - 1 - self.full.index(place)
+        self.full.remove(place)
+        return f"layer {place} is read {late} layers before its turn" if late >= self.at_once else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _WorkedOut:
+    """Bytes from the start of a buffer to a slice, and how many further with each iteration of the loop that is
+    `loop` loops out; None is no loop."""
+
+    loop: int | None
+    offset: int
+    stride: int
+
+    @classmethod
+    def of(cls, sliced: Instruction) -> "_WorkedOut | None":
+        found = _WORKED_OUT.search(sliced.rest)
+        if found is None:
+            return None
+        # from jax 0.12 on the figures are those of "linear", and those beside it are 0
+        numbers = found[1].partition('"linear":')[2] or found[1]
+        loop = re.search(r'"loop_index":"(\d+)"', found[1])
+        offset, stride = (re.search(rf'"byte_{what}":"(-?\d+)"', numbers) for what in ("offset", "stride"))
+        return cls(int(loop[1]) if loop else None, int(offset[1]) if offset else 0, int(stride[1]) if stride else 0)
+
+    def byte(self, iterations: tuple[int, ...], last: int) -> int:
+        """The byte in an iteration; XLA keeps it within 0 and `last`."""
+        iteration = iterations[self.loop] if self.loop is not None and self.loop < len(iterations) else 0
+        return max(0, min(self.offset + self.stride * iteration, last))
+
+
+def _slice_of(module: Module, step: Step) -> tuple[int | None, str | None] | None:
+    """The place, along the first dimension, of the slice that a copy reads or writes, and what is wrong with the
+    bytes that the compiler worked out for it. None where it is no slice."""
+    start = step.instruction
+    target = start.called("calls")
+    inside = module.computations.get(target or "", [start])
+    sliced = next((i for i in inside if i.opcode.removesuffix("-start") in _SLICES), None)
+    if sliced is None:
+        return None
+    value = step.inside(target) if target else step.value
+    operands = module.operands(sliced)
+    first = 1 if sliced.opcode.startswith("dynamic-slice") else 2
+    indices = [value(o) for o in operands[first:]]
+    buffer = operands[0].shape
+    moved = arrays_of(sliced.shape if first == 1 else operands[1].shape)[0]
+    offset = _byte_offset(buffer, moved.dims, indices)
+    worked_out = _WorkedOut.of(sliced)
+    wrong = None
+    if worked_out and offset is not None:
+        last = arrays_of(buffer)[0].num_bytes - moved.num_bytes
+        goes_to = worked_out.byte(step.iterations, last)
+        if goes_to != offset:
+            inside_loop = f" (iteration {step.iterations[0]})" if step.iterations else ""
+            wrong = f"the copy {start.name} goes to byte {goes_to} of its buffer where the program says {offset}{inside_loop}"
+    place = indices[0] if indices and isinstance(indices[0], int) else None
+    return place, wrong
+
+
+def _byte_offset(buffer: str, sizes: tuple[int, ...], indices: list[Value]) -> int | None:
+    """Bytes from the start of a buffer, whose shape is given as text, to a slice of some sizes; None if unknown."""
+    array = arrays_of(buffer)[0]
+    order = re.search(r"\{([\d,]*)", buffer)
+    minor_to_major = [int(d) for d in order[1].split(",") if d] if order else []
+    if not array.dims or sorted(minor_to_major) != list(range(len(array.dims))):
+        return None
+    stride = array.num_bytes
+    for dim in array.dims:
+        stride //= dim
+    offset = 0
+    for dim in minor_to_major:
+        index = indices[dim]
+        if not isinstance(index, int):
+            return None
+        offset += stride * max(0, min(index, array.dims[dim] - sizes[dim]))  # XLA keeps slices within their arrays
+        stride *= array.dims[dim]
+    return offset
+
+
+def computes_on_host_memory(module: Module) -> list[str]:
+    """One sentence for each operation of the device that takes host memory for more than moving it."""
+    return [
+        f"{i.name} computes on {operand.name}, which is in host memory"
+        for computation in module.executions
+        for i in module.computations.get(computation, ())
+        if not _only_moves(module, i)
+        for operand in module.operands(i)
+        if _is_host_array(operand)
+    ]
+
+
+def _only_moves(module: Module, i: Instruction) -> bool:
+    if i.opcode.endswith(("-done", "-update")) or _ON_HOST_CPU in i.rest:
+        return True
+    opcode = i.opcode.removesuffix("-start")
+    if opcode in ("fusion", "async"):
+        return all(
+            _only_moves(module, j) or _is_integer(j) for j in module.computations.get(i.called("calls") or "", ())
+        )
+    return opcode in _HANDS_ON
+
+
+def _is_host_array(i: Instruction) -> bool:
+    arrays = arrays_of(i.shape)
+    return not i.shape.startswith("(") and bool(arrays) and arrays[0].memory_space == HOST_MEMORY_SPACE
+
+
+def _is_integer(i: Instruction) -> bool:
+    """Whether it is part of working out a position."""
+    return bool(re.match(r"(pred|[su]\d+)\[\]", i.shape))
+
+
+def all_violations(module: Module, transfers: Iterable[Transfer], buffers: HostBuffers) -> Iterator[str]:
+    """All that is wrong with the copies between device and host of a compiled step, one sentence each."""
+    yield from wrong_places(module)
+    yield from violations(transfers, buffers)
+    yield from computes_on_host_memory(module)
+
+
+def explain_violations(found: Sequence[str]) -> str:
+    """One line on what `all_violations` found."""
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return (
+        f"this build of XLA has compiled a step that computes wrong numbers: {found[0]}{more}; use another version of jax, "
+        f"or offload nothing (for example placement=minimal)"
+    )

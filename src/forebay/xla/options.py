@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from forebay.xla.flags import knows_flag
+from forebay.xla.versions import DOUBLE_BUFFERING, distrusted_options
 
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 
 _WITHOUT = {
     "xla_gpu_enable_latency_hiding_scheduler": "collectives and copies do not overlap with arithmetic",
     "xla_gpu_enable_pipelined_host_offloading": "copies end in the layer that starts them",
-    "xla_gpu_enable_while_loop_unrolling": "what is fetched is copied once more on the device",
+    DOUBLE_BUFFERING: "what is fetched is copied once more on the device",
+    "xla_gpu_experimental_parallel_async_compute_limit": "copies between forward and backward pass wait for one another",
     PROFILE_OPTION: "copies from the host may wait until just before they are needed",
     "xla_gpu_memory_limit_slop_factor": "XLA counts host memory as device memory and may recompute to save it",
 }
@@ -38,6 +40,9 @@ _PROFILED_COPIES = 512
 """Names of copies in the profile, of each kind: XLA numbers them, and a few per tensor and range of layers occur."""
 
 _WRAPPED = ("wrapped_dynamic-slice", "wrapped_dynamic-update-slice")
+
+_COPIES_AT_ONCE = 32
+"""Copies between two loops that may be under way together: of every tensor of the two layers peeled off a loop."""
 
 HOST_COUNTED = 2
 """How often HloRematerialization counts a buffer in host memory: Llama 3.1 405B with 335.2 GiB on the host and
@@ -57,7 +62,8 @@ def compiler_options(
 ) -> dict[str, Any]:
     """Options for one compile, by flag name without the leading dashes.
 
-    An option that the installed build does not have is left out, with a warning that says what is lost.
+    An option that the installed build does not have, or is known to get wrong, is left out, with a warning that
+    says what is lost.
 
     Args:
         platform: "cuda", "gpu", "tpu" or "cpu".
@@ -66,6 +72,9 @@ def compiler_options(
         memory_limit_percent: see the function of that name. When not given, a step that offloads is
             compiled without the scheduler's limit, and that it fits is not the compiler's concern.
         environ: the environment, in which `XLA_FLAGS` may name a profile; `os.environ` when not given.
+
+    Raises:
+        WrongNumbersError: the installed build is known to get steps that offload wrong; see `xla.versions`.
     """
     if platform not in ("cuda", "gpu"):
         return {}
@@ -80,17 +89,20 @@ def compiler_options(
     if offloads:
         options |= {
             "xla_gpu_enable_pipelined_host_offloading": True,
-            "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+            DOUBLE_BUFFERING: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
             "xla_gpu_memory_limit_slop_factor": memory_limit_percent or _NO_LIMIT,
+            # copies that are outside of loops count as asynchronous kernels, of which 2 at a time are scheduled
+            "xla_gpu_experimental_parallel_async_compute_limit": _COPIES_AT_ONCE,
             # warnings about every instruction that the profile does not have
             "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
         }
         if profile := _profile(os.environ if environ is None else environ):
             options[PROFILE_OPTION] = profile
-    for name in [n for n in options if not knows_flag(platform, n)]:
-        del options[name]
-        if name in _WITHOUT:
-            warnings.warn(f"this build of XLA has no option {name}: {_WITHOUT[name]}", stacklevel=2)
+    lacking = {n: f"this build of XLA has no option {n}" for n in options if not knows_flag(platform, n)}
+    distrusted = distrusted_options(platform) if offloads else {}
+    for name, why in (lacking | distrusted).items():
+        if options.pop(name, None) is not None and name in _WITHOUT:
+            warnings.warn(f"{why}: {_WITHOUT[name]}", stacklevel=2)
     return options
 
 
@@ -101,8 +113,8 @@ def variants(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     against; the price is a copy on the device of what was fetched.
     """
     yield dict(options)
-    if "xla_gpu_enable_while_loop_unrolling" in options:
-        yield {k: v for k, v in options.items() if k != "xla_gpu_enable_while_loop_unrolling"}
+    if DOUBLE_BUFFERING in options:
+        yield {k: v for k, v in options.items() if k != DOUBLE_BUFFERING}
 
 
 def memory_limit_percent(hbm_bytes: int, usable_bytes: int, argument_bytes: int, host_bytes: int) -> int:

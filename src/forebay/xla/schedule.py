@@ -17,7 +17,7 @@ from forebay.xla.opcodes import COLLECTIVES, FREE, KNOWN, base
 from forebay.xla.origins import parameter_name
 from forebay.xla.remat import is_clone
 from forebay.xla.traffic import TrafficCounter, outputs
-from forebay.xla.windows import UNNAMED, direction, host_copies, transfers_by_instruction
+from forebay.xla.windows import UNNAMED, copies_within_host, direction, transfers_by_instruction
 
 type Phase = Literal["forward", "backward", "recompute", "optimizer", "compiler_remat"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recompute", "optimizer", "compiler_remat")
@@ -130,7 +130,7 @@ class _Reader:
         self.flops = FlopCounter(module)
         self.traffic = TrafficCounter(module, platform)
         self.transfers = transfers_by_instruction(module)
-        self.host_copies = host_copies(module)
+        self.host_copies = copies_within_host(module)
         self.notes: dict[str, None] = {}
         self.differentiated = any("transpose(" in i.op_name for i in module.instructions())
 

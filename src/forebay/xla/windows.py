@@ -55,6 +55,7 @@ class Transfer:
         window: the share of a layer's matrix and attention FLOPs between start and done, 0 to 1, in an update of
             its bytes in the other direction; the smallest where the copies differ.
         depth: how many loops the copy is in.
+        exposed_bytes: of all copies, each one's bytes times what its own window lacks of a layer's work.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Transfer:
     count: int
     window: float
     depth: int = 0
+    exposed_bytes: float = dataclasses.field(default=0.0, compare=False)
 
 
 def transfers(module: Module) -> list[Transfer]:
@@ -73,7 +75,12 @@ def transfers(module: Module) -> list[Transfer]:
     for _, t in _Reader(module).transfers():
         groups[t.name, t.stack, t.direction, t.where, t.num_bytes].append(t)
     merged = [
-        dataclasses.replace(same[0], count=sum(t.count for t in same), window=min(t.window for t in same))
+        dataclasses.replace(
+            same[0],
+            count=sum(t.count for t in same),
+            window=min(t.window for t in same),
+            exposed_bytes=sum(t.num_bytes * t.count * (1 - t.window) for t in same),
+        )
         for same in groups.values()
     ]
     return sorted(merged, key=lambda t: (t.direction, t.where != "loop", -t.num_bytes, t.name))
@@ -84,7 +91,7 @@ def transfers_by_instruction(module: Module) -> dict[tuple[str, str], Transfer]:
     return {(start.computation, start.name): transfer for start, transfer in _Reader(module).transfers()}
 
 
-def host_copies(module: Module) -> dict[tuple[str, str], int]:
+def copies_within_host(module: Module) -> dict[tuple[str, str], int]:
     """Bytes of each copy from host memory to host memory, by computation and name of its instruction."""
     return {(c.start.computation, c.start.name): c.num_bytes for c, _ in _Reader(module).copies("h2h")}
 
@@ -92,6 +99,30 @@ def host_copies(module: Module) -> dict[tuple[str, str], int]:
 def host_copy_bytes(module: Module) -> int:
     """Bytes copied from host memory to host memory in a step."""
     return sum(copy.num_bytes * times for copy, times in _Reader(module).copies("h2h"))
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCopy:
+    """An instruction that copies between device and host, as often as it runs.
+
+    `buffer` is where the host memory that it reads or writes comes from, back through loops and updates: the
+    same for all copies of one buffer. Stack and name are empty and "unnamed" where there is none.
+    """
+
+    start: Instruction
+    direction: str
+    stack: str
+    name: str
+    buffer: Instruction
+
+
+def host_copies(module: Module) -> list[HostCopy]:
+    """The copies between device and host of a scheduled module."""
+    reader = _Reader(module)
+    return [
+        HostCopy(copy.start, copy.direction, *reader.scope(copy), [copy.start, *origins(module, copy.start)][-1])
+        for copy, _ in reader.copies("d2h", "h2d")
+    ]
 
 
 type BufferScopes = dict[tuple[str, str], tuple[str, str]]
@@ -143,9 +174,9 @@ class _Reader:
         for copy, _ in found:
             if (body := copy.start.computation) in layer_loops:
                 per_layer = self.flops.computation(body) / self._layers_of_iteration(body)
-                layer_flops[self._scope(copy)[0], copy.direction] = per_layer
+                layer_flops[self.scope(copy)[0], copy.direction] = per_layer
         for copy, times in found:
-            stack, name = self._scope(copy)
+            stack, name = self.scope(copy)
             body = copy.start.computation
             in_loop = body in layer_loops
             if in_loop and stack == UPDATE and self.flops.computation(body):
@@ -303,7 +334,7 @@ class _Reader:
             if _on_host_only(step)
         }
 
-    def _scope(self, copy: _Copy) -> tuple[str, str]:
+    def scope(self, copy: _Copy) -> tuple[str, str]:
         return self._scopes[copy.start]
 
     def _trail(self, copy: _Copy) -> list[Instruction]:

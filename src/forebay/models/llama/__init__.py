@@ -40,6 +40,18 @@ class Llama:
     def head_shape(self) -> tuple[int, int]:
         return self.config.embed, self.config.vocab
 
+    def small_sizes(self, layers: Mapping[str, int], sharding: Sharding) -> Mapping[str, Any]:
+        def about(size: int, axis: str, wanted: int) -> int:
+            parts = sharding.size(axis)
+            return min(size, parts * -(-wanted // parts))
+
+        c = self.config
+        kv_heads = about(c.kv_heads, "kv_heads", 1)
+        return {
+            "layers": layers["layers"], "vocab": about(c.vocab, "vocab", 1024), "embed": about(c.embed, "embed", 256),
+            "mlp": about(c.mlp, "mlp", 512), "kv_heads": kv_heads, "heads": kv_heads * (c.heads // c.kv_heads),
+        }  # fmt: skip
+
     def init(self, key: jax.Array, dtype: Any) -> model.Weights[jax.Array]:
         return model.init(key, self.config, dtype)
 
