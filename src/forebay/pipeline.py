@@ -17,7 +17,7 @@ from forebay.planner.rank import rank
 from forebay.planner.reasons import reasons, shadow_price, unnamed_notes
 from forebay.planner.search import MAX_COMPILES, Compile, Decision, Found, Measured, search
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
-from forebay.timeline.compare import difference
+from forebay.timeline.compare import difference, of_compiled
 from forebay.units import MiB, format_seconds, parse_bytes
 
 HOST_SHARE = 0.8
@@ -278,8 +278,6 @@ def _compiler(
     import jax.sharding
 
     from forebay.offload.apply import apply
-    from forebay.timeline.build import timeline
-    from forebay.timeline.compare import brief
     from forebay.xla.compile import compile_hidden
     from forebay.xla.exposure import explain
     from forebay.xla.invariants import explain_violations
@@ -356,10 +354,10 @@ def _compiler(
         }
         shown = explain(compiled.transfers, None, compiled.remat.count)
         notes = () if shown is None else (shown,)
-        report["timeline"] = brief(timeline(compiled.module, machine, devices=len(devices)))
+        made = report["timeline"] = of_compiled(compiled, machine, len(devices))
         return Measured(
             compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes,
-            report["timeline"]["step_time_s"],
+            None if made is None else made["step_time_s"],
         )  # fmt: skip
 
     return compile_plan, None

@@ -1,22 +1,36 @@
 """A planner's account of a step against the timeline of the compiled one: how far apart, and where."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from forebay.hardware import Hardware
+from forebay.timeline.build import timeline
 from forebay.timeline.timeline import Timeline
 from forebay.units import format_seconds
+
+if TYPE_CHECKING:
+    from forebay.xla.compile import CompiledStep
 
 CLOSE = 0.10
 """The relative difference in step time up to which the two agree."""
 
 
-def brief(timeline: Timeline) -> dict[str, Any]:
+def brief(made: Timeline) -> dict[str, Any]:
     """What a plan file says of its timeline."""
     return {
-        "step_time_s": timeline.step_time_s, "tflops_per_device": timeline.tflops_per_device, "mfu": timeline.mfu,
-        "compute_s": dict(timeline.compute_s), "waiting_s": dict(timeline.waiting_s),
-        "collective_s": dict(timeline.collective_s), "assumptions": list(timeline.assumptions),
+        "step_time_s": made.step_time_s, "tflops_per_device": made.tflops_per_device, "mfu": made.mfu,
+        "compute_s": dict(made.compute_s), "waiting_s": dict(made.waiting_s),
+        "collective_s": dict(made.collective_s), "assumptions": list(made.assumptions),
     }  # fmt: skip
+
+
+def of_compiled(
+    compiled: "CompiledStep", hardware: Hardware, devices: int, model_flops: float | None = None
+) -> dict[str, Any] | None:
+    """`brief` of a compiled step's timeline; None where the compiler refused the step."""
+    if compiled.refused is not None:
+        return None
+    return brief(timeline(compiled.module, hardware, devices=devices, model_flops=model_flops))
 
 
 def difference(estimate: Mapping[str, Any], made: Mapping[str, Any]) -> str | None:

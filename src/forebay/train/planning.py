@@ -21,8 +21,7 @@ from forebay.planner.problem import layer_cost
 from forebay.planner.search import MAX_COMPILES, Decision, InfeasibleError, Measured
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
 from forebay.report.memory import compile_json
-from forebay.timeline.build import timeline
-from forebay.timeline.compare import brief
+from forebay.timeline.compare import of_compiled
 from forebay.train.config import ProgramConfig
 from forebay.train.program import Program, make_program
 from forebay.train.run_config import TrainConfig
@@ -87,12 +86,10 @@ def planned_program(
             raise WrongNumbersError(explain_violations(compiled.violations))
         report = compile_json(compiled, candidate, hardware, memory_fraction, done.options)
         notes = (*done.notes, *([report["exposed"]] if report["exposed"] else []))
-        report["timeline"] = brief(
-            timeline(compiled.module, hardware, devices=len(devices), model_flops=program.flops_per_step / len(devices))
-        )
+        made = report["timeline"] = of_compiled(compiled, hardware, len(devices), program.flops_per_step / len(devices))
         return Measured(
             compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes,
-            report["timeline"]["step_time_s"],
+            None if made is None else made["step_time_s"],
         )  # fmt: skip
 
     def find(parameters_host_fraction: float) -> Plan:
