@@ -257,10 +257,10 @@ class _Range:
             fall with the loop's counter XLA (jax 0.12.0.1) takes a copy that it moves to the next iteration to
             rise with it, and writes layers over one another.
             """
-            late = iter(late)
+            following = iter(late)
             place = _read(order, jnp.maximum(k, 0))
             with jax.named_scope(f"gradient:{self.stack}"):
-                return [_write(t, next(late), place) if h else t for t, h in zip(dlayers, hosted, strict=True)]
+                return [_write(t, next(following), place) if h else t for t, h in zip(dlayers, hosted, strict=True)]
 
         def body(k: jax.Array, state: Any) -> Any:
             dx, dlayers, dconstants, late = state
