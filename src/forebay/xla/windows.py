@@ -50,8 +50,8 @@ class Transfer:
 
     Attributes:
         direction: "d2h" or "h2d".
-        where: "loop" in a loop over layers; "update" in a loop of the optimizer; "boundary" in the iterations that
-            the compiler peeled off, and wherever else the program is not in such a loop.
+        where: "loop" in a loop over layers; "update" in the optimizer; "boundary" in the iterations that the compiler
+            peeled off, and wherever else the program is not in such a loop.
         window: the share of a layer's matrix and attention FLOPs between start and done, 0 to 1, in an update of
             its bytes in the other direction; the smallest where the copies differ.
         depth: how many loops the copy is in.
@@ -74,16 +74,16 @@ def transfers(module: Module) -> list[Transfer]:
     groups: dict[tuple[str, str, str, str, int], list[Transfer]] = defaultdict(list)
     for _, t in _Reader(module).transfers():
         groups[t.name, t.stack, t.direction, t.where, t.num_bytes].append(t)
-    merged = [
-        dataclasses.replace(
-            same[0],
-            count=sum(t.count for t in same),
-            window=min(t.window for t in same),
-            exposed_bytes=sum(t.num_bytes * t.count * (1 - t.window) for t in same),
-        )
-        for same in groups.values()
-    ]
-    return sorted(merged, key=lambda t: (t.direction, t.where != "loop", -t.num_bytes, t.name))
+    return sorted(map(_together, groups.values()), key=lambda t: (t.direction, t.where != "loop", -t.num_bytes, t.name))
+
+
+def _together(same: list[Transfer]) -> Transfer:
+    """Copies of one tensor, size and place in the step as one. An update's window is the mean over its slices."""
+    count = sum(t.count for t in same)
+    exposed = sum(t.num_bytes * t.count * (1 - t.window) for t in same)
+    mean = 1 - exposed / (same[0].num_bytes * count) if count and same[0].num_bytes else 0.0
+    window = mean if same[0].where == "update" else min(t.window for t in same)
+    return dataclasses.replace(same[0], count=count, window=window, exposed_bytes=exposed)
 
 
 def transfers_by_instruction(module: Module) -> dict[tuple[str, str], Transfer]:
@@ -181,7 +181,7 @@ class _Reader:
             in_loop = body in layer_loops
             if in_loop and stack == UPDATE and self.flops.computation(body):
                 name = f"{GRADIENT}{name}"  # made by the layers, and known by the update that reads it
-            elif in_loop and stack == UPDATE:
+            elif stack == UPDATE or "optimizer/" in f"{copy.start.op_name}/":
                 window = self._both_ways(copy)
                 depth = self._depth(body)
                 yield copy.start, Transfer(name, stack, copy.direction, "update", copy.num_bytes, times, window, depth)
