@@ -92,13 +92,17 @@ class Program:
 
     def loss(self, weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
         """Mean cross entropy in nats per token of one microbatch."""
-        return self._loss(weights, batch, self.plan)
+        return self.model.metrics(self.objective(weights, batch)[1])["loss"]
 
-    def unplanned_loss(self, weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        """`loss` without a plan: what the planner looks at."""
-        return self._loss(weights, batch, None)
+    def objective(self, weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        """What is minimised over one microbatch, and what else the model tells of it."""
+        return self._objective(weights, batch, self.plan)
 
-    def _loss(self, weights: Any, batch: dict[str, jax.Array], plan: Plan | None) -> jax.Array:
+    def unplanned_objective(self, weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        """`objective` without a plan: what the planner looks at."""
+        return self._objective(weights, batch, None)
+
+    def _objective(self, weights: Any, batch: dict[str, jax.Array], plan: Plan | None) -> tuple[jax.Array, Any]:
         def scan(block: Any, x: Any, layers: Any, *constants: Any, stack: str) -> Any:
             return scan_layers(block, plan, x, layers, *constants, stack=stack)
 
@@ -107,33 +111,39 @@ class Program:
             scan_layers=scan, dtype=self.dtype,
         )  # fmt: skip
 
-    def loss_and_gradients(self, weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
-        """Mean over the microbatches, in float32."""
+    def aux_and_gradients(self, weights: Any, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
+        """What the model tells of the batch and the gradients: means over the microbatches, in float32."""
         parts = self.config.accumulate
+        gradient = jax.grad(self.objective, has_aux=True)
         if parts == 1:
-            return jax.value_and_grad(self.loss)(weights, batch)
+            gradients, aux = gradient(weights, batch)
+            return aux, gradients
 
         def split(x: jax.Array) -> jax.Array:
             return self.sharding.constrain(x.reshape(parts, -1, x.shape[1]), None, "batch", "sequence")
 
         def add(total: Any, microbatch: dict[str, jax.Array]) -> tuple[Any, None]:
-            part = jax.value_and_grad(self.loss)(weights, microbatch)
+            gradients, aux = gradient(weights, microbatch)
             with jax.named_scope("accumulate"):
-                return jax.tree.map(lambda t, p: t + p / parts, total, part), None
+                return jax.tree.map(lambda t, p: t + p / parts, total, (aux, gradients)), None
 
+        microbatches = jax.tree.map(split, batch)
+        told = jax.eval_shape(lambda w, b: self.objective(w, jax.tree.map(lambda x: x[0], b))[1], weights, microbatches)
         with jax.named_scope("accumulate"):
-            zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, weights))
-        return jax.lax.scan(add, zeros, jax.tree.map(split, batch))[0]
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (told, weights))
+        return jax.lax.scan(add, zeros, microbatches)[0]
 
     def step(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update. The metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `learning_rate`."""
-        loss, gradients = self.loss_and_gradients(state.weights, batch)
+        """One update. The metrics are scalars: the model's (`loss`, nats per token, is one of them), `grad_norm` (before
+        clipping), `learning_rate`."""
+        aux, gradients = self.aux_and_gradients(state.weights, batch)
         with jax.named_scope("optimizer"):
             norm = optax.tree.norm(gradients)
             updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.weights)
-            weights = optax.apply_updates(state.weights, updates)
+            weights = self.model.after_update(optax.apply_updates(state.weights, updates), aux)
             learning_rate = learning_rate_schedule(self.config.optimizer, self.config.steps)(state.step)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
+        metrics = self.model.metrics(aux)
+        metrics |= {"grad_norm": norm, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
         return TrainState(state.step + 1, weights, optimizer), metrics
 
     def jit_step(self, options: Mapping[str, Any] | None = None) -> Any:
