@@ -139,7 +139,7 @@ PRESETS = {
         nope_dim=128, rope_dim=64, value_dim=128, mlp=11264, moe_mlp=1408, experts=64, experts_per_token=6,
         shared_experts=2, route_scale=2.446, rope_theta=50_000.0, norm_eps=1e-5, mtp=False,
     ),
-    # for a CPU: bytes as tokens, 1.2 million weights of which a token uses half
+    # for a CPU: bytes as tokens, 2.2 million weights
     "deepseek-tiny": DeepSeekConfig(
         vocab=512, embed=128, layers=4, dense_layers=1, heads=4, query_lora=64, kv_lora=32, nope_dim=32, rope_dim=16,
         value_dim=32, mlp=384, moe_mlp=64, experts=16, experts_per_token=4, expert_groups=4, groups_per_token=2,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from forebay.models.deepseek.config import DeepSeekConfig, Yarn
+from forebay.models.deepseek.config import DeepSeekConfig
 from forebay.models.embedding import look_up
 from forebay.ops.attention import attention
 from forebay.ops.cross_entropy import cross_entropy
@@ -46,8 +46,8 @@ class Attention[T]:
     kv_a_DC: T
     """To C for keys and values, then to the R of the rotary key."""
     kv_norm_C: T
-    key_b_CHN: T
-    value_b_CHW: T
+    kv_b_CHX: T
+    """To each head's N of its key and then W of its value."""
     out_DHW: T
 
 
@@ -142,8 +142,7 @@ def logical_axes(config: DeepSeekConfig) -> Weights[tuple[str | None, ...]]:
         query_b_QHK=("layers", "embed", "heads", None),
         kv_a_DC=("layers", "embed", None),
         kv_norm_C=("layers", None),
-        key_b_CHN=("layers", "embed", "heads", None),
-        value_b_CHW=("layers", "embed", "heads", None),
+        kv_b_CHX=("layers", "embed", "heads", None),
         out_DHW=("layers", "embed", "heads", None),
     )
     dense = Mlp(*[("layers", "embed", "mlp")] * 3)
@@ -182,8 +181,7 @@ def shapes(config: DeepSeekConfig) -> Weights[tuple[int, ...]]:
             query_b_QHK=(L, Q, H, N + R),
             kv_a_DC=(L, D, C + R),
             kv_norm_C=(L, C),
-            key_b_CHN=(L, C, H, N),
-            value_b_CHW=(L, C, H, W),
+            kv_b_CHX=(L, C, H, N + W),
             out_DHW=(L, D, H, W),
         )
         return Layer((L, D), attention, (L, D), rest)
@@ -303,11 +301,10 @@ def latent_attention(
     q_BSHK = jnp.einsum("bsq,qhk->bshk", q_BSQ, weights.query_b_QHK)
     rotated_BSHR = apply_rope(q_BSHK[..., config.nope_dim :], cos_SR[:, None], sin_SR[:, None])
     q_BSHK = jnp.concatenate([q_BSHK[..., : config.nope_dim], rotated_BSHR], axis=-1)
-    k_BSHN = jnp.einsum("bsc,chn->bshn", latent_BSC, weights.key_b_CHN)
+    k_BSHN, v_BSHW = jnp.split(jnp.einsum("bsc,chx->bshx", latent_BSC, weights.kv_b_CHX), [config.nope_dim], axis=-1)
     rotated_BS1R = apply_rope(kv_BSC[..., config.kv_lora :], cos_SR, sin_SR)[:, :, None]
     rotated_BSHR = jnp.broadcast_to(rotated_BS1R, (*k_BSHN.shape[:3], config.rope_dim))
     k_BSHK = jnp.concatenate([k_BSHN, rotated_BSHR], axis=-1)
-    v_BSHW = jnp.einsum("bsc,chw->bshw", latent_BSC, weights.value_b_CHW)
 
     q_BSHK = checkpoint_name(by_head(q_BSHK), "query_proj")
     k_BSHK = checkpoint_name(by_head(k_BSHK), "key_proj")
@@ -380,9 +377,7 @@ def decoder_layer(
     config, sharding, dtype = parts.config, parts.sharding, x_BSD.dtype
     layer = jax.tree.map_with_path(lambda path, w: w if "router" in path[-1].name else w.astype(dtype), layer)
     h_BSD = rms_norm(x_BSD, layer.attention_norm_D, config.norm_eps)
-    x_BSD += latent_attention(
-        layer.attention, h_BSD, rope, config=config, sharding=sharding, kernel=parts.kernel
-    )
+    x_BSD += latent_attention(layer.attention, h_BSD, rope, config=config, sharding=sharding, kernel=parts.kernel)
     h_BSD = rms_norm(x_BSD, layer.mlp_norm_D, config.norm_eps)
     stats = None
     if isinstance(layer.mlp, Experts):
@@ -402,9 +397,7 @@ MoeCarry = tuple[jax.Array, LayerStats]
 """What the layers of experts hand on: the residual stream, and the statistics of all layers, `[layers, ...]`."""
 
 
-def moe_block(
-    indexed: tuple[jax.Array, Layer[jax.Array]], carry: MoeCarry, rope: Any, *, parts: Parts
-) -> MoeCarry:
+def moe_block(indexed: tuple[jax.Array, Layer[jax.Array]], carry: MoeCarry, rope: Any, *, parts: Parts) -> MoeCarry:
     """A layer of the stack `moe_layers`, with its number."""
     (index, layer), (x_BSD, table) = indexed, carry
     x_BSD = checkpoint_name(_constrain_stream(x_BSD, sharding=parts.sharding), "decoder_layer_input")
@@ -412,9 +405,7 @@ def moe_block(
     return x_BSD, jax.tree.map(lambda rows, row: rows.at[index].set(row), table, stats)
 
 
-def mtp_block(
-    mtp: Mtp[jax.Array], carry: MoeCarry, token_BSD: jax.Array, rope: Any, *, parts: Parts
-) -> MoeCarry:
+def mtp_block(mtp: Mtp[jax.Array], carry: MoeCarry, token_BSD: jax.Array, rope: Any, *, parts: Parts) -> MoeCarry:
     """The layer of the stack `mtp`: joins the hidden state of each position with the embedding of the next token."""
     x_BSD, table = carry
     x_BSD = checkpoint_name(_constrain_stream(x_BSD, sharding=parts.sharding), "decoder_layer_input")
@@ -424,7 +415,6 @@ def mtp_block(
     x_BSD = sum(jnp.einsum("bsd,dc->bsc", h, proj_D2D[:, n]) for n, h in enumerate(joined))
     x_BSD = checkpoint_name(_constrain_stream(x_BSD, sharding=parts.sharding), "mtp_proj")
     x_BSD, stats = decoder_layer(mtp.layer, x_BSD, rope, parts=parts)
-    x_BSD = rms_norm(x_BSD, mtp.final_norm_D, eps)
     return x_BSD, jax.tree.map(lambda _, row: row[None], table, stats)
 
 
@@ -480,6 +470,8 @@ def loss(
             functools.partial(mtp_block, parts=parts), (x_BSD, empty_table(config, 1)), weights.mtp, token_BSD, rope,
             stack="mtp",
         )  # fmt: skip
+        # the last norm is outside of the stack: inside, recomputing the layer would repeat all of it
+        x_BSD = rms_norm(x_BSD, weights.mtp.final_norm_D[0], config.norm_eps)
         after_next = entropy(x_BSD, weights.head_DV, after_BS)
         table = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), table, last)
     balance = table.balance.mean()
@@ -487,9 +479,7 @@ def loss(
     return total, Aux(main, after_next, balance, table.overflow.mean(), table.load_E)
 
 
-def logits(
-    weights: Weights[jax.Array], tokens_BS: jax.Array, *, parts: Parts, dtype: Any
-) -> jax.Array:
+def logits(weights: Weights[jax.Array], tokens_BS: jax.Array, *, parts: Parts, dtype: Any) -> jax.Array:
     """Logits `[batch, sequence, vocabulary]` in float32: for sampling and tests, not for training."""
     x_BSD, _ = hidden_states(weights, tokens_BS, parts=parts, scan_layers=plain_scan, dtype=dtype)
     x_BSD = rms_norm(x_BSD, weights.final_norm_D, parts.config.norm_eps)

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from forebay.models.llama.config import LlamaConfig, RopeScaling
 from forebay.models.embedding import look_up
+from forebay.models.llama.config import LlamaConfig, RopeScaling
 from forebay.ops.attention import attention
 from forebay.ops.cross_entropy import cross_entropy
 from forebay.ops.norm import rms_norm

@@ -32,9 +32,7 @@ def choose_experts(
     return checkpoint_name(jax.lax.top_k(choice, experts_per_token)[1], MAPS)
 
 
-def router_weights(
-    scores_BSE: jax.Array, experts_BSk: jax.Array, *, normalise: bool, route_scale: float
-) -> jax.Array:
+def router_weights(scores_BSE: jax.Array, experts_BSk: jax.Array, *, normalise: bool, route_scale: float) -> jax.Array:
     """What each chosen expert's result counts, `[batch, sequence, k]`: its score, over the sum of the chosen
     ones' where `normalise`, times `route_scale`."""
     weights = jnp.take_along_axis(scores_BSE, experts_BSk, axis=-1)

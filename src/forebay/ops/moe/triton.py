@@ -20,8 +20,6 @@ _ROWS, _COLUMNS, _DEPTH = 128, 128, 64
 _PARAMS = {"num_warps": 8, "num_stages": 3}
 
 
-
-
 def into(rows_MD, w_DEF, sizes_E, *, interpret: bool = False) -> jax.Array:
     """Each row times its group's matrix, `[M, F]`; rows of no group are not written."""
     return _rowwise(rows_MD, w_DEF, sizes_E, w_DEF.shape[2], transposed=False, interpret=interpret)
@@ -77,10 +75,15 @@ def _rowwise_kernel(x_ref, w_ref, group_ref, start_ref, stop_ref, out_ref, *, tr
             depth = pl.ds(i * _DEPTH, _DEPTH)
             x = plgpu.load(x_ref.at[here, depth], mask=inside, other=0)
             w = plgpu.load(w_ref.at[columns, group, depth] if transposed else w_ref.at[depth, group, columns])
-            return total + pl.dot(x, w, trans_b=transposed)
+            return total + _dot(x, w, 1, 1 if transposed else 0)
 
         total = jax.lax.fori_loop(0, inner // _DEPTH, step, jnp.zeros((_ROWS, _COLUMNS), jnp.float32))
         plgpu.store(out_ref.at[here, columns], total.astype(out_ref.dtype), mask=inside)
+
+
+def _dot(a, b, of_a: int, of_b: int):
+    """The product that contracts these dimensions of two tiles."""
+    return jax.lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _outer_kernel(x_ref, y_ref, start_ref, stop_ref, out_ref, *, rows: int):
@@ -95,7 +98,7 @@ def _outer_kernel(x_ref, y_ref, start_ref, stop_ref, out_ref, *, rows: int):
         here = pl.ds(first, _DEPTH)
         x = plgpu.load(x_ref.at[here, left], mask=inside, other=0)
         y = plgpu.load(y_ref.at[here, right], mask=inside, other=0)
-        return total + pl.dot(x, y, trans_a=True)
+        return total + _dot(x, y, 0, 0)
 
     blocks = pl.cdiv(stop - start, _DEPTH)
     total = jax.lax.fori_loop(0, blocks, step, jnp.zeros((_ROWS, _COLUMNS), jnp.float32))
