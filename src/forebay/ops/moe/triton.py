@@ -52,7 +52,7 @@ def _rowwise(rows, w_DEF, sizes_E, width: int, *, transposed: bool, interpret: b
     return pl.pallas_call(
         functools.partial(_rowwise_kernel, transposed=transposed, rows=M, inner=inner),
         out_shape=jax.ShapeDtypeStruct((M, width), rows.dtype),
-        grid=(width // _COLUMNS, len(group)),  # programs of one group run together and share its matrix in the cache
+        grid=(width // _COLUMNS, len(group)),  # programs of one block of rows run together and share it in the cache
         compiler_params=plgpu.CompilerParams(**_PARAMS),
         cost_estimate=pl.CostEstimate(flops=2 * M * inner * width, transcendentals=0, bytes_accessed=0),
         interpret=interpret,
