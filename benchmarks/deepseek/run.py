@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/deepseek/run.py [--cells 8:full,8:plan]
 
-FSDP 16 x experts 8, sequence 4096. Policies: `full`, everything recomputed; `keep`, the fastest plan that keeps nothing
-on the host; `recipe`, a published one: the experts' gate and up projections on the host, everything else on the
-device; `plan`, ours. Every cell is compiled; results go to `results.json` and `results.md` beside this
-file, `--cells` replaces the rows it names.
+FSDP 16 x experts 8, sequence 4096. Policies: `full`, everything recomputed; `saved`, on the device what spares the
+backward pass all but small products (queries, keys and values are made again from their latents) and
+the down-projections; the exchange of tokens is repeated; `keep`, the fastest plan that keeps nothing on the host; `recipe`, a published one: the experts' gate and up
+projections on the host, everything else as `saved`; `plan`, ours. Every cell is compiled; results go to `results.json`
+and `results.md` beside this file, `--cells` replaces the rows it names.
 
 Expert arithmetic is counted in the compiled HLO, as if every row of the buffers were of some expert, and compared with
 8 experts for each token: three products forward, six backward, and those that the policy repeats.
@@ -25,8 +26,13 @@ from typing import Any
 HERE = Path(__file__).parent
 DEVICES, MESH, SEQ = 128, "fsdp=16,expert=8", 4096
 BATCHES = (1, 2, 4, 6, 8)
-POLICIES = ("full", "keep", "recipe", "plan")
-RECIPE = "none,moe_mlpwi_0=host,moe_mlpwi_1=host"
+POLICIES = ("full", "saved", "keep", "recipe", "plan")
+SAVED = ("mla_q", "kv_wa_proj", "mla_kv", "context", "out_proj", "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
+PLACEMENTS = {
+    "full": "full",
+    "saved": ",".join(f"{n}=device" for n in SAVED),
+    "recipe": ",".join(f"{n}={'host' if n.startswith('moe_mlpwi') else 'device'}" for n in SAVED),
+}
 GiB = 2**30
 
 
@@ -42,7 +48,7 @@ def one(per_device: int, policy: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
     machine = get_hardware("gb200")
     devices = compile_only_devices(machine, DEVICES)
-    placement = {"full": "full", "recipe": RECIPE}.get(policy, "")
+    placement = PLACEMENTS.get(policy, "")
     config = ProgramConfig(
         model="deepseek-v3", sizes=sizes, mesh=MESH, batch=per_device * DEVICES, seq=SEQ, placement=placement
     )
@@ -51,7 +57,9 @@ def one(per_device: int, policy: str, sizes: dict[str, Any]) -> dict[str, Any]:
         program = make_program(config, devices)
     else:
         host = "0GiB" if policy == "keep" else None
-        program = planned_program(config, devices, machine, host=host, progress=lambda text: print(text, file=sys.stderr))
+        program = planned_program(
+            config, devices, machine, host=host, progress=lambda text: print(text, file=sys.stderr)
+        )
     planning_s = time.perf_counter() - start
     costed = cost_program(program, machine, device_budget(machine, None), host_budget(machine, None))
     predicted, _ = costed.predict(program.plan.placements)
@@ -61,7 +69,10 @@ def one(per_device: int, policy: str, sizes: dict[str, Any]) -> dict[str, Any]:
         module = parse_module(hlo.read_text())
     repeated = sum(
         (p.layers[1] - p.layers[0])
-        * sum(p.tensors.get(n, "recompute") == "recompute" and "*" not in p.tensors for n in ("moe_mlpwi_0", "moe_mlpwi_1"))
+        * sum(
+            p.tensors.get(n, "recompute") == "recompute" and "*" not in p.tensors
+            for n in ("moe_mlpwi_0", "moe_mlpwi_1")
+        )
         for p in program.plan.placements
         if p.stack != "dense_layers"
     )

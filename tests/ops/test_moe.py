@@ -48,7 +48,9 @@ def test_the_bias_chooses_and_does_not_weigh():
     np.testing.assert_allclose(weights, [[[0.25, 2.25]]], rtol=1e-6)  # 2.5 * 0.1 / 1.0, 2.5 * 0.9 / 1.0
     weights = routing.router_weights(scores, experts, normalise=False, route_scale=2.0)
     np.testing.assert_allclose(weights, [[[0.2, 1.8]]], rtol=1e-6)
-    gradient = jax.grad(lambda b: routing.router_weights(scores, choose(scores, b), normalise=True, route_scale=1).sum())
+    gradient = jax.grad(
+        lambda b: routing.router_weights(scores, choose(scores, b), normalise=True, route_scale=1).sum()
+    )
     assert not np.any(gradient(jnp.zeros(4)))
 
 
@@ -128,12 +130,18 @@ def test_the_emulation_on_cpus_is_the_ragged_collective(sharding_of):
         return buffer, exchange.send_back(buffer, counts, length=24, ragged=False)
 
     run = jax.shard_map(
-        there_and_back, mesh=sharding.mesh, in_specs=(spec, jax.sharding.PartitionSpec()), out_specs=spec, check_vma=False
+        there_and_back,
+        mesh=sharding.mesh,
+        in_specs=(spec, jax.sharding.PartitionSpec()),
+        out_specs=spec,
+        check_vma=False,
     )
     buffers, back = (np.asarray(x) for x in jax.jit(run)(rows.reshape(-1, 3), counts))
     s = [jax.tree.map(np.asarray, exchange.slices(jnp.asarray(counts), jnp.int32(d), 20)) for d in range(4)]
     zeros = [np.zeros((20, 3), np.float32)] * 4
-    expected = ragged_all_to_all(rows, zeros, [(x.going_start, x.going_size, x.landing_start, x.coming_size) for x in s])
+    expected = ragged_all_to_all(
+        rows, zeros, [(x.going_start, x.going_size, x.landing_start, x.coming_size) for x in s]
+    )
     np.testing.assert_array_equal(buffers.reshape(4, 20, 3), expected)
     zeros = [np.zeros((24, 3), np.float32)] * 4
     tables = [(x.coming_start, x.coming_size, x.origin_start, x.going_size) for x in s]

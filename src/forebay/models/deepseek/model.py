@@ -203,18 +203,21 @@ def init(key: jax.Array, config: DeepSeekConfig, dtype: Any = jnp.float32) -> We
     """Random weights: normal with standard deviation 0.02, the projections back into the residual stream scaled
     down by `sqrt(2 * layers)` (GPT-2's initialisation), norms at one, the router's bias at zero."""
     leaves, treedef = jax.tree.flatten_with_path(shapes(config), is_leaf=_is_shape)
-    keys = jax.random.split(key, len(leaves))
-
-    def one(key: jax.Array, path: Any, shape: tuple[int, ...]) -> jax.Array:
-        name = path[-1].name
-        if "norm" in name:
-            return jnp.ones(shape, dtype)
-        if "bias" in name:
-            return jnp.zeros(shape, dtype)
-        std = 0.02 / (2 * config.layers) ** 0.5 if name in _BACK_INTO_THE_STREAM else 0.02
-        return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-
-    return jax.tree.unflatten(treedef, [one(k, p, s) for k, (p, s) in zip(keys, leaves, strict=True)])
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for n, (path, shape) in enumerate(leaves):
+        if not any(word in path[-1].name for word in ("norm", "bias")):
+            alike.setdefault(shape[1:], []).append(n)
+    weights: list[Any] = [(jnp.ones if "norm" in path[-1].name else jnp.zeros)(shape, dtype) for path, shape in leaves]
+    # one draw for all that differ in their first dimension only: compiling the draws is most of a small run's start
+    keys = jax.random.split(key, len(alike))
+    for one, (tail, members) in zip(keys, alike.items(), strict=True):
+        lengths = [leaves[n][1][0] for n in members]
+        drawn = jax.random.normal(one, (sum(lengths), *tail), jnp.float32)
+        for n, part in zip(members, jnp.split(drawn, np.cumsum(lengths)[:-1]), strict=True):
+            back = leaves[n][0][-1].name in _BACK_INTO_THE_STREAM
+            std = 0.02 / (2 * config.layers) ** 0.5 if back else 0.02
+            weights[n] = (std * part).astype(dtype)
+    return jax.tree.unflatten(treedef, weights)
 
 
 def parameter_count(config: DeepSeekConfig) -> int:

@@ -33,8 +33,6 @@ from forebay.sharding import Sharding
 
 __all__ = ["Routed", "RoutedExperts"]
 
-DISPATCHED = "moe_dispatched"
-
 
 class Routed(NamedTuple):
     """What the experts gave, `[batch, sequence, embed]`, and the share of rows that found no room, a float32 scalar."""
@@ -82,8 +80,7 @@ class RoutedExperts:
         x_ND = checkpoint_name(_sorted(self, self.experts_per_token, x_BSD.shape, x_BSD, maps), "moe_x_sorted")
         weights_BSk1 = weights_BSk[..., None]
         weights_N1 = _sorted(self, 1, weights_BSk1.shape, weights_BSk1, maps)
-        x_MD, weights_M1 = _dispatched(self, x_ND, maps), _dispatched(self, weights_N1, maps)
-        x_MD, weights_M1 = checkpoint_name(x_MD, DISPATCHED), checkpoint_name(weights_M1, DISPATCHED)
+        x_MD, weights_M1 = (checkpoint_name(_dispatched(self, r, maps), "moe_dispatched") for r in (x_ND, weights_N1))
         gate_MF = checkpoint_name(_product(self, True, x_MD, gate_DEF, maps.counts), "moe_mlpwi_0")
         up_MF = checkpoint_name(_product(self, True, x_MD, up_DEF, maps.counts), "moe_mlpwi_1")
         hidden_MF = (jax.nn.silu(gate_MF) * up_MF).astype(jnp.float32) * weights_M1
