@@ -2,11 +2,15 @@
 
     .venv/bin/python benchmarks/deepseek/run.py [--cells 8:full,8:plan]
 
-FSDP 16 x experts 8, sequence 4096. Policies: `full`, everything recomputed; `saved`, on the device what spares the
-backward pass all but small products (queries, keys and values are made again from their latents) and
-the down-projections; the exchange of tokens is repeated; `keep`, the fastest plan that keeps nothing on the host; `recipe`, a published one: the experts' gate and up
-projections on the host, everything else as `saved`; `plan`, ours. Every cell is compiled; results go to `results.json`
-and `results.md` beside this file, `--cells` replaces the rows it names.
+FSDP 16 x experts 8, sequence 4096. Every cell is compiled; results go to `results.json` and `results.md` beside this
+file, `--cells` replaces the rows it names. Policies:
+
+- `full`: everything recomputed;
+- `saved`: on the device what spares the backward pass all but small products (queries, keys and values are made
+  again from their latents); the exchange of tokens is repeated;
+- `keep`: the fastest plan that keeps nothing on the host;
+- `recipe`, a published one: the experts' gate and up projections on the host, everything else as `saved`;
+- `plan`: ours.
 
 Expert arithmetic is counted in the compiled HLO, as if every row of the buffers were of some expert, and compared with
 8 experts for each token: three products forward, six backward, and those that the policy repeats.

@@ -139,10 +139,10 @@ PRESETS = {
         nope_dim=128, rope_dim=64, value_dim=128, mlp=11264, moe_mlp=1408, experts=64, experts_per_token=6,
         shared_experts=2, route_scale=2.446, rope_theta=50_000.0, norm_eps=1e-5, mtp=False,
     ),
-    # for a CPU: bytes as tokens, 2.2 million weights
+    # for a CPU: bytes as tokens, 2.2 million weights; a fast bias, for runs of hundreds of steps
     "deepseek-tiny": DeepSeekConfig(
         vocab=512, embed=128, layers=4, dense_layers=1, heads=4, query_lora=64, kv_lora=32, nope_dim=32, rope_dim=16,
         value_dim=32, mlp=384, moe_mlp=64, experts=16, experts_per_token=4, expert_groups=4, groups_per_token=2,
-        route_scale=2.5, capacity_factor=2.0,
+        route_scale=2.5, bias_speed=0.02, capacity_factor=2.0,
     ),
 }  # fmt: skip

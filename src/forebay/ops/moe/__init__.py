@@ -125,8 +125,9 @@ class RoutedExperts:
     def _map(self, local: Callable[..., Any], ins: str, outs: str) -> Callable[..., Any]:
         """`local` on each device's part. A letter for each array: t tokens `[B, S, .]`, r rows, h rows of the MLP's
         width, w weights."""
-        if self.sharding.mesh.size == 1:
-            return lambda *args: local(*args)
+        # one device needs no `shard_map`, but Pallas learns from it for which GPU to compile where there is none
+        if self.sharding.mesh.size == 1 and self.kernel != "triton":
+            return local
         rows = PartitionSpec(self.token_axes or None)
         specs = {
             "t": self.sharding.spec(("batch", "sequence", None)),
