@@ -12,6 +12,7 @@ slots and multiplies in a batch (rows beyond that would be dropped); `blockwise`
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -89,9 +90,9 @@ def main() -> None:
         start = time.perf_counter()
         compiled = step.lower(*shapes).compile()
         seconds = time.perf_counter() - start
-        module = parse_module(compiled.as_text())
+        module = parse_module(compiled.as_text() or "")
         flops = FlopCounter(module).computation(module.entry)
-        memory = compiled.memory_analysis()
+        memory: Any = compiled.memory_analysis()
         lines.append(f"| {name} | {memory.temp_size_in_bytes / 2**30:.2f} | {flops / ideal:.3f} | {seconds:.1f} |")
         print(lines[-1], flush=True)
     (Path(__file__).parent / "grouped.md").write_text("\n".join(lines) + "\n")

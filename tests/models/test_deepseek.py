@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,15 @@ import pytest
 
 from forebay.errors import UserError
 from forebay.graph.residuals import residuals
+from forebay.hardware import get_hardware
 from forebay.models.deepseek import PRESETS, DeepSeek, DeepSeekConfig, Yarn, model
 from forebay.models.registry import get_model
 from forebay.offload.policy import apply
+from forebay.ops.moe import RoutedExperts
 from forebay.planner.placement import parse_placement
 from forebay.sharding import single_device
 from forebay.train.config import ProgramConfig
+from forebay.train.planning import cost_program, program_graph
 from forebay.train.program import make_program
 
 SMALL = DeepSeekConfig(
@@ -34,7 +38,7 @@ def parts(config):
     return model.Parts(config, single_device(), "blockwise", "blockwise")
 
 
-def random_weights(config):
+def random_weights(config) -> Any:
     """Large enough for attention and routing to be far from uniform; with biases, which start at zero."""
     rng = np.random.default_rng(0)
     draw = lambda shape: jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32)  # noqa: E731
@@ -229,7 +233,7 @@ def test_routers_are_moved_by_the_load_and_by_no_gradient():
         assert not np.any(layer.mlp.router_bias_E)
         assert np.all(np.abs(layer.mlp.router_DE).max((1, 2)) > 0)
     weights = random_weights(SMALL)
-    after = DeepSeek("small", SMALL).after_update(weights, aux)
+    after: Any = DeepSeek("small", SMALL).after_update(weights, aux)
     change = np.concatenate(
         [a.mlp.router_bias_E - b.mlp.router_bias_E for a, b in
          ((after.moe_layers, weights.moe_layers), (after.mtp.layer, weights.mtp.layer))]
@@ -276,6 +280,39 @@ def test_choices_are_kept_whatever_the_plan():
     placement = parse_placement("full", program.model.stacks, {s: n.carried for s, n in program.names.items()})[1]
     kept = residuals(apply(example.block, placement), example.layer, example.x, *example.constants)
     assert [r.shape for r in kept if r.name == "moe_routing_maps"] == [(2, 12, 3)]
+    with pytest.raises(UserError, match="moe_routing_maps=recompute"):
+        make_program(dataclasses.replace(config, placement="full,moe_routing_maps=recompute"), jax.devices()[:1])
+
+
+def test_the_planner_knows_the_exchange_of_tokens(monkeypatch):
+    monkeypatch.setattr(RoutedExperts, "_ragged", True)  # as on GPUs and TPUs; nothing is run
+    config = ProgramConfig(
+        model="deepseek-tiny", sizes=SIZES | {"capacity_factor": 1.5}, mesh="fsdp=2,expert=4", batch=8, seq=16,
+        placement="full",
+    )  # fmt: skip
+    graph = program_graph(make_program(config, jax.devices()[:8]))
+    block = next(b for b in graph.blocks if b.stack.name == "moe_layers")
+
+    def exchanged(positions):
+        return sorted(
+            c.num_bytes
+            for i in positions
+            for c in block.forward.costs[i].collectives
+            if c.kind == "all_to_all" and c.axes == ("expert",)
+        )
+
+    # 16 tokens a device and 3 experts each: 48 rows of 16 bfloat16 values, room for 72 and of these 3 in 4 from elsewhere;
+    # the float32 weights likewise; back come 48 rows
+    there, weights, back = 72 * 16 * 2 * 3 / 4, 72 * 4 * 3 / 4, 48 * 16 * 2 * 3 / 4
+    assert exchanged(block.forward_ops) == sorted([there, weights, back])
+    assert exchanged(block.recomputed(set())[0]) == sorted([there, weights])
+    assert exchanged(block.recomputed(set(block.named["moe_dispatched"]))[0]) == []
+    assert (
+        "moe_routing_maps"
+        not in cost_program(make_program(config, jax.devices()[:8]), get_hardware("gb200"), 2**40, 2**40)
+        .problem.stack("moe_layers")
+        .names
+    )
 
 
 def test_a_later_token_changes_nothing_before_it():

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding as JaxSharding
 from jax.sharding import SingleDeviceSharding
@@ -286,7 +285,7 @@ class StoredTensor:
             length = int.from_bytes(opened.read(8), "little")
             begin, _ = json.loads(opened.read(length))[self.name]["data_offsets"]
         raw = np.memmap(self.file, np.uint8, "r", offset=8 + length + begin, shape=self.shape)
-        return raw.view(ml_dtypes.float8_e4m3fn)
+        return raw.view(jnp.dtype(jnp.float8_e4m3fn))
 
 
 @contextlib.contextmanager

@@ -53,6 +53,10 @@ class Placement:
         for name, where in self.tensors.items():
             if where not in WHERES:
                 raise unknown(f"placement of {name!r}", str(where), WHERES)
+            if name in ALWAYS_KEPT and where == "recompute":
+                raise UserError(
+                    f"'{name}=recompute' is not possible: made again, it could be another one; place it on device or host"
+                )
             if name == EVERYTHING and where != "device":
                 raise UserError(
                     f"'*={where}' is not possible: only '*=device', which keeps every residual on the device"

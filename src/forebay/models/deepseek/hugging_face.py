@@ -139,8 +139,8 @@ def _fp8_block(read: ConfigReader) -> tuple[int, int] | None:
     if quantised is None:
         return None
     block = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
-    known = isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)
-    if not known or quantised.get("quant_method") != "fp8" or quantised.get("fmt", "e4m3") != "e4m3":
+    block = block if isinstance(block, list) and all(isinstance(b, int) and b > 0 for b in block) else []
+    if len(block) != 2 or quantised.get("quant_method") != "fp8" or quantised.get("fmt", "e4m3") != "e4m3":
         raise read.refused("quantization_config", quantised, "fp8 in e4m3 with a weight_block_size of [rows, columns]")
     return block[0], block[1]
 

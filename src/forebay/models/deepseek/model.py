@@ -415,8 +415,8 @@ def mtp_block(mtp: Mtp[jax.Array], carry: MoeCarry, token_BSD: jax.Array, rope: 
     dtype, eps = x_BSD.dtype, parts.config.norm_eps
     joined = (rms_norm(token_BSD, mtp.token_norm_D, eps), rms_norm(x_BSD, mtp.hidden_norm_D, eps))
     proj_D2D = mtp.proj_D2D.astype(dtype)
-    x_BSD = sum(jnp.einsum("bsd,dc->bsc", h, proj_D2D[:, n]) for n, h in enumerate(joined))
-    x_BSD = checkpoint_name(_constrain_stream(x_BSD, sharding=parts.sharding), "mtp_proj")
+    token_BSD, hidden_BSD = (jnp.einsum("bsd,dc->bsc", h, proj_D2D[:, n]) for n, h in enumerate(joined))
+    x_BSD = checkpoint_name(_constrain_stream(token_BSD + hidden_BSD, sharding=parts.sharding), "mtp_proj")
     x_BSD, stats = decoder_layer(mtp.layer, x_BSD, rope, parts=parts)
     return x_BSD, jax.tree.map(lambda _, row: row[None], table, stats)
 
