@@ -10,6 +10,7 @@ file's worth of tensors when saving.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -281,11 +282,18 @@ class StoredTensor:
 
     def fp8(self) -> np.ndarray:
         """All of a tensor of `F8_E4M3`, for which safetensors knows no NumPy type: its bytes, where the header says."""
-        with self.file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            begin, _ = json.loads(opened.read(length))[self.name]["data_offsets"]
-        raw = np.memmap(self.file, np.uint8, "r", offset=8 + length + begin, shape=self.shape)
+        start, header = _header(self.file, self.file.stat().st_mtime_ns)
+        raw = np.memmap(self.file, np.uint8, "r", offset=start + header[self.name]["data_offsets"][0], shape=self.shape)
         return raw.view(jnp.dtype(jnp.float8_e4m3fn))
+
+
+@functools.cache
+def _header(file: Path, modified_ns: int) -> tuple[int, dict[str, Any]]:
+    """Where the data of a safetensors file starts, and its header; a file of 671B has some 600 tensors to look up."""
+    del modified_ns  # another file of the same name is not the same
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        return 8 + length, json.loads(opened.read(length))
 
 
 @contextlib.contextmanager
