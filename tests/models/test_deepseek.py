@@ -28,6 +28,7 @@ SMALL = DeepSeekConfig(
     mlp=24, moe_mlp=8, experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, route_scale=2.0,
     capacity_factor=8.0,
 )  # fmt: skip
+MAIN = dataclasses.replace(SMALL, mtp=False)
 SIZES = {f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL) if f.name not in ("family", "yarn")}
 
 # Programs that run once: LLVM's optimisations would take longer than they save.
@@ -196,15 +197,15 @@ def test_the_loss_is_its_three_parts():
 
 
 @functools.cache
-def gradient_under(placement, mesh="fsdp=1", mtp=True):
-    """What the model tells and its gradients, under a placement, on a mesh."""
+def gradient_under(placement, mesh="fsdp=1"):
+    """What the model (without the prediction layer) tells and its gradients, under a placement, on a mesh."""
     devices = math.prod(int(p.partition("=")[2]) for p in mesh.split(","))
     config = ProgramConfig(
-        model="deepseek-tiny", sizes=SIZES | {"mtp": mtp}, mesh=mesh, batch=4, seq=12, dtype="float32",
+        model="deepseek-tiny", sizes=SIZES | {"mtp": False}, mesh=mesh, batch=4, seq=12, dtype="float32",
         placement=placement,
     )  # fmt: skip
     program = make_program(config, jax.devices()[:devices])
-    weights = jax.device_put(random_weights(dataclasses.replace(SMALL, mtp=mtp)), program.state_shardings.weights)
+    weights = jax.device_put(random_weights(MAIN), program.state_shardings.weights)
     data = jax.device_put(batch(SMALL, sequences=4), program.batch_shardings)
     return jax.device_get(quick_jit(program.aux_and_gradients)(weights, data))
 
@@ -216,29 +217,29 @@ def assert_same(actual, expected, tolerance):
 
 def test_experts_on_several_devices_train_alike():
     # the other axes are compared layer by layer in tests/ops/test_moe.py
-    assert_same(gradient_under("none", "fsdp=2,expert=2", False), gradient_under("none", mtp=False), 1e-4)
+    assert_same(gradient_under("none", "fsdp=2,expert=2"), gradient_under("none"), 1e-4)
 
 
 def test_a_placement_changes_no_number():
     offloaded = (
         "moe_layers:moe_mlpwi_0=host,context=host,mla_q=device@0:1;moe_layers:moe_dispatched=device,moe_mlpwi_1=host@1:2;"
-        "dense_layers:minimal_offloaded;mtp:none"
+        "dense_layers:minimal_offloaded"
     )
-    assert_same(gradient_under(offloaded), gradient_under("full"), 1e-5)
+    assert_same(gradient_under(offloaded), gradient_under("none"), 1e-5)
 
 
 def test_routers_are_moved_by_the_load_and_by_no_gradient():
-    aux, gradients = gradient_under("full")
-    for layer in (gradients.moe_layers, gradients.mtp.layer):
-        assert not np.any(layer.mlp.router_bias_E)
-        assert np.all(np.abs(layer.mlp.router_DE).max((1, 2)) > 0)
+    aux, gradients = gradient_under("none")
+    assert not np.any(gradients.moe_layers.mlp.router_bias_E)
+    assert np.all(np.abs(gradients.moe_layers.mlp.router_DE).max((1, 2)) > 0)
     weights = random_weights(SMALL)
-    after: Any = DeepSeek("small", SMALL).after_update(weights, aux)
+    load = np.concatenate([aux.load, [[0, 0, 0, 1, 1, 2, 2, 2]]])  # the prediction layer's last
+    after: Any = DeepSeek("small", SMALL).after_update(weights, aux._replace(load=load))
     change = np.concatenate(
         [a.mlp.router_bias_E - b.mlp.router_bias_E for a, b in
          ((after.moe_layers, weights.moe_layers), (after.mtp.layer, weights.mtp.layer))]
     )  # fmt: skip
-    np.testing.assert_allclose(change, SMALL.bias_speed * np.sign(1 - aux.load), atol=1e-7)
+    np.testing.assert_allclose(change, SMALL.bias_speed * np.sign(1 - load), atol=1e-7)
     assert 0 < np.count_nonzero(change > 0) < change.size
 
 
