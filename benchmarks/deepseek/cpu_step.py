@@ -39,8 +39,8 @@ def forebay():
 
 
 def transformers():
-    import torch
-    import transformers as hf
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers as hf  # pyright: ignore[reportMissingImports]
 
     from_ours = {
         "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 4, "first_k_dense_replace": 1,
