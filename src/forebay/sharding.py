@@ -33,6 +33,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "sequence": ("sequence",),
     # weights
     "embed": ("fsdp", "expert", "sequence"),
+    "expert_embed": ("fsdp", "sequence"),
+    "experts": ("expert",),
     "layers": (),
     # both
     "heads": ("tensor",),

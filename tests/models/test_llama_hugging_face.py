@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+import forebay.models.hugging_face
 from forebay.errors import UserError
 from forebay.models.llama import PRESETS, LlamaConfig, RopeScaling, hugging_face, model
 from forebay.sharding import single_device
@@ -538,7 +539,7 @@ def test_an_interrupted_save_leaves_nothing(weights, tmp_path, monkeypatch, inte
         written.append(file)
         save_file(tensors, file, metadata)
 
-    monkeypatch.setattr(hugging_face, "save_file", interrupted)
+    monkeypatch.setattr(forebay.models.hugging_face, "save_file", interrupted)
     expected = UserError if isinstance(interruption, OSError) else KeyboardInterrupt
     with pytest.raises(expected, match="No space left" if expected is UserError else None):
         hugging_face.save(weights, SCALED_CONFIG, tmp_path / "out", max_shard_bytes=60_000)

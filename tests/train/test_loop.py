@@ -19,6 +19,7 @@ from rich.console import Console
 
 from forebay.errors import MissingExtraError, UserError
 from forebay.hardware.present import machine_of
+from forebay.models.llama import Llama
 from forebay.planner.plan import Plan
 from forebay.train import loop
 from forebay.train.checkpoint import Checkpoints
@@ -141,6 +142,38 @@ def test_resuming_continues_bit_for_bit(config):
     assert losses(config) == straight_losses
     for resumed, straight in zip(newest_state(config), straight_state, strict=True):
         np.testing.assert_array_equal(resumed, straight)
+
+
+def test_a_model_of_experts_trains_tells_its_balance_and_resumes_bit_for_bit(config):
+    sizes = {
+        "embed": 32, "heads": 2, "layers": 2, "query_lora": 16, "kv_lora": 16, "nope_dim": 8, "rope_dim": 8, "value_dim": 8,
+        "mlp": 64, "moe_mlp": 16, "experts": 8, "experts_per_token": 2, "expert_groups": 1, "groups_per_token": 1, "vocab": 264,
+        "mtp": False, "bias_speed": 0.01,
+    }  # fmt: skip
+    config = dataclasses.replace(
+        config, model="deepseek-tiny", sizes=sizes, checkpoint_every=3, validate_every=0, placement="none",
+    )  # fmt: skip
+    run(config)
+    straight, state = losses(config), newest_state(config)
+    assert straight[-1] < straight[0] - 0.5
+    for record in read_metrics(Path(config.run_dir)):
+        assert 0 <= record["moe_max_violation"] == record["moe_worst_violation"] <= 3  # one layer; all tokens to 2 of 8
+        assert record["moe_balance_loss"] > 0.9 and record["moe_overflow"] == 0
+    # six steps of the router's bias, each up or down (or not at all)
+    (bias,) = (s for s in state if s.shape == (1, 8) and 0 < np.abs(s).max() < 0.1)
+    np.testing.assert_allclose(bias, 0.01 * np.round(bias / 0.01), atol=1e-7)
+    forget_after_step_3(config)
+    run(dataclasses.replace(config, resume=True))
+    assert losses(config) == straight
+    for resumed, before in zip(newest_state(config), state, strict=True):
+        np.testing.assert_array_equal(resumed, before)
+
+
+def test_a_run_stops_where_the_model_refuses_to_go_on(config, monkeypatch):
+    monkeypatch.setattr(Llama, "refusal", lambda self, record: "enough" if record["step"] == 3 else None)
+    with pytest.raises(UserError, match=r"^step 3: enough$"):
+        run(dataclasses.replace(config, validate_every=0))
+    assert [r["step"] for r in read_metrics(Path(config.run_dir))] == [1, 2, 3]  # what it refused is on record
 
 
 def test_the_plan_may_change_on_resume_and_changes_no_number(config):

@@ -114,6 +114,23 @@ def test_tpu_splash_attention_is_causal(kernel, products):
 # A TPU's compiler writes products as convolutions; the sizes in windows are batch or contracted dimensions.
 
 
+@pytest.mark.parametrize(
+    ("kernel", "operands", "result"),
+    [
+        ("into", ("bf16[96,16]{1,0}", "bf16[16,4,32]{2,1,0}"), "bf16[96,32]{1,0}"),
+        ("out_of", ("bf16[96,32]{1,0}", "bf16[16,4,32]{2,1,0}"), "bf16[96,16]{1,0}"),
+        ("outer", ("bf16[96,16]{1,0}", "bf16[96,32]{1,0}"), "bf16[16,4,32]{2,1,0}"),
+    ],
+)
+def test_grouped_products_count_every_row_once(kernel, operands, result):
+    call = (
+        f'%k = {result} custom-call(%a, %b), custom_call_target="__gpu$xla.gpu.triton", '
+        f'metadata={{op_name="jit(step)/shard_map/grouped_{kernel}/pallas_call"}}'
+    )
+    a, b = operands
+    assert flops(f"%a = {a} parameter(0)", f"%b = {b} parameter(1)", call) == 2 * 96 * 16 * 32
+
+
 def test_a_product_as_a_convolution_without_a_window():
     assert convolution_flops("dim_labels=bf_io->bf", (8, 16), (16, 32), (8, 32)) == PRODUCT
 

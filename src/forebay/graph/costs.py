@@ -321,9 +321,10 @@ def _is_softmax_loop(inner: Analysis) -> bool:
 def _kernel(op: Op, traffic: float) -> Cost:
     """A hand-written kernel says what it costs, or its body and grid do."""
     estimate = op.eqn.params.get("cost_estimate")
-    if estimate is not None:
-        return Cost("attention", float(estimate.flops), traffic)
     body = jaxpr_of(op.eqn.params.get("jaxpr"))
+    if estimate is not None:
+        plain = body is not None and not _has_softmax(body)
+        return Cost("matmul" if plain else "attention", float(estimate.flops), traffic)
     grid = getattr(op.eqn.params.get("grid_mapping"), "grid", ())
     if body is None:
         return Cost("other", 0.0, traffic)
@@ -331,6 +332,15 @@ def _kernel(op: Op, traffic: float) -> Cost:
     times = math.prod(g for g in grid if isinstance(g, int))
     flops = sum(c.flops for c in inner.costs if c.kind in ("matmul", "attention")) * times
     return Cost("attention" if flops else "other", flops, traffic)
+
+
+def _has_softmax(jaxpr: Any) -> bool:
+    """Whether there is an exponential in a kernel's body, or in the loops and branches of it."""
+    for eqn in jaxpr.eqns:
+        inner = [jaxpr_of(p) for v in eqn.params.values() for p in (v if isinstance(v, tuple | list) else (v,))]
+        if eqn.primitive.name.startswith("exp") or any(_has_softmax(j) for j in inner if j is not None):
+            return True
+    return False
 
 
 def _is_attention_primitive(name: str) -> bool:

@@ -74,7 +74,24 @@ class Model(Protocol):
         chunking: str,
         scan_layers: Callable[..., Any],
         dtype: Any,
-    ) -> jax.Array: ...
+    ) -> tuple[jax.Array, Any]:
+        """What is minimised, a scalar, and what else the model tells of the batch: a pytree of float32 arrays,
+        of which the trainer takes the mean over microbatches."""
+        ...
+
+    def metrics(self, aux: Any) -> dict[str, jax.Array]:
+        """Scalars for the record of a step, from what `loss` tells; `loss` among them is the mean next-token cross
+        entropy in nats."""
+        ...
+
+    def after_update(self, weights: Any, aux: Any) -> Any:
+        """The weights after the optimizer's update, those without a gradient changed as the model wants it."""
+        ...
+
+    def refusal(self, record: Mapping[str, Any]) -> str | None:
+        """Why training must not go on after a step with this record, and what to do; None where it may."""
+        ...
+
     def logits(self, weights: Any, tokens: jax.Array, *, sharding: Sharding, dtype: Any) -> jax.Array: ...
     def load_hugging_face(self, directory: str, *, shardings: Any) -> Any:
         """Weights from a Hugging Face directory, float32, each array placed by its sharding."""
@@ -92,10 +109,16 @@ def fingerprint(model: Model) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def model_names() -> list[str]:
-    from forebay.models import llama
+def _families() -> dict[str, tuple[Callable[..., Model], Any]]:
+    """For each model's name its family and configuration."""
+    from forebay.models import deepseek, llama
 
-    return list(llama.PRESETS)
+    found: dict[str, tuple[Callable[..., Model], Any]] = {n: (llama.Llama, c) for n, c in llama.PRESETS.items()}
+    return found | {n: (deepseek.DeepSeek, c) for n, c in deepseek.PRESETS.items()}
+
+
+def model_names() -> list[str]:
+    return list(_families())
 
 
 def get_model(name: str, sizes: Mapping[str, Any] | None = None) -> Model:
@@ -104,12 +127,11 @@ def get_model(name: str, sizes: Mapping[str, Any] | None = None) -> Model:
     Raises:
         UserError: an unknown name, a size that its configuration does not have, or one of another type.
     """
-    from forebay.models import llama
-
-    if name not in llama.PRESETS:
-        raise unknown("model", name, model_names())
-    config = llama.PRESETS[name]
-    return llama.Llama(name, _replace(config, sizes or {}, name))
+    families = _families()
+    if name not in families:
+        raise unknown("model", name, families)
+    family, config = families[name]
+    return family(name, _replace(config, sizes or {}, name))
 
 
 def _replace(config: Any, sizes: Mapping[str, Any], name: str) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from forebay.planner.placement import EVERYTHING, Placement
+from forebay.planner.placement import ALWAYS_KEPT, EVERYTHING, Placement
 
 DEVICE_MEMORY = "device"
 HOST_MEMORY = "pinned_host"
@@ -15,10 +15,11 @@ def checkpoint_policy(placement: Placement) -> Callable[..., Any]:
     """The policy that keeps, offloads and recomputes as `placement` says.
 
     Names not in the placement, and everything that has no name, are recomputed; with `*=device` they
-    are kept.
+    are kept, and those of `ALWAYS_KEPT` always.
     """
     named = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[n for n in placement.names("device") if n != EVERYTHING],
+        names_which_can_be_saved=[n for n in placement.names("device") if n != EVERYTHING]
+        + sorted(ALWAYS_KEPT - set(placement.names("host"))),
         names_which_can_be_offloaded=list(placement.names("host")),
         offload_src=DEVICE_MEMORY,
         offload_dst=HOST_MEMORY,

@@ -10,7 +10,7 @@ from forebay.graph.loss import LossGraph, gradients_before
 from forebay.graph.working import working_bytes
 from forebay.hardware import Hardware
 from forebay.offload.stream import SLICE_BYTES
-from forebay.planner.placement import EVERYTHING, Placement
+from forebay.planner.placement import ALWAYS_KEPT, EVERYTHING, Placement
 from forebay.planner.problem import LayerProblem, Op, Predicted, Problem, evaluate
 from forebay.planner.rates import Rates
 from forebay.planner.simplify import simplify
@@ -163,8 +163,8 @@ def _layer_problem(graph: LossGraph, block: BlockGraph, rates: Rates, platform: 
         num_bytes=block.forward.num_bytes,
         ops=_ops(block, rates),
         needed=block.needed,
-        names={n: v for n, v in block.named.items() if any(_is_used(block, x) for x in v)},
-        carry=frozenset(block.carry),
+        names={n: v for n, v in block.named.items() if n not in ALWAYS_KEPT and any(_is_used(block, x) for x in v)},
+        carry=frozenset(block.carry).union(*(block.named.get(n, ()) for n in ALWAYS_KEPT)),
         inputs=block.input_names,
         forward_s=rates.total_s(forward, weights=False),
         backward_s=rates.total_s(backward, weights=False),

@@ -13,6 +13,10 @@ WHERES: tuple[Where, ...] = get_args(Where)
 EVERYTHING = "*"
 """As a tensor's name: every residual that has no placement of its own, named or not."""
 
+ALWAYS_KEPT = frozenset({"moe_routing_maps"})
+"""Choices: kept on the device wherever they are not placed. Made again with other roundings they could differ, and
+rows that were kept would not go with rows that are made again. They are small."""
+
 
 class _FrozenDict(dict[str, Where]):
     """A dictionary that cannot be changed, and so can be hashed."""
@@ -34,7 +38,7 @@ class Placement:
     """Where the activations of layers `[first, past_last)` of one stack go.
 
     `tensors` maps the name of an activation to `device`, `host` or `recompute`; a name that is not
-    in it is recomputed. `{"*": "device"}` keeps all that differentiation would keep without any
+    in it is recomputed, unless it is one of `ALWAYS_KEPT`. `{"*": "device"}` keeps all that differentiation would keep without any
     checkpointing.
     """
 
@@ -49,6 +53,10 @@ class Placement:
         for name, where in self.tensors.items():
             if where not in WHERES:
                 raise unknown(f"placement of {name!r}", str(where), WHERES)
+            if name in ALWAYS_KEPT and where == "recompute":
+                raise UserError(
+                    f"'{name}=recompute' is not possible: made again, it could be another one; place it on device or host"
+                )
             if name == EVERYTHING and where != "device":
                 raise UserError(
                     f"'*={where}' is not possible: only '*=device', which keeps every residual on the device"

@@ -165,6 +165,7 @@ class _Recorder:
 
         Raises:
             NonFiniteLossError: the step's loss, gradient norm or validation loss is infinite or not a number.
+            UserError: the model refuses to go on after this step.
         """
         if self.pending is None:
             return
@@ -186,6 +187,8 @@ class _Recorder:
         self._file.write(record)
         if not finite:
             raise self._not_finite(record)
+        if reason := self._program.model.refusal(record):
+            raise UserError(f"step {record['step']}: {reason}")
         self.show(record)
 
     def _not_finite(self, record: dict[str, Any]) -> NonFiniteLossError:

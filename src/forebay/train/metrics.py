@@ -2,8 +2,8 @@
 
 One JSON object a step: `step`, `loss` (nats per token), `grad_norm` (before clipping), `learning_rate`,
 `step_time_s`, `tokens_per_s`, `model_tflops_per_device`, `mfu`, `device_bytes_in_use`,
-`device_peak_bytes`, `process_peak_rss_bytes`, and `validation_loss` where it was measured. What a
-machine does not tell is null, and so is what is not finite: JSON has no word for it.
+`device_peak_bytes`, `process_peak_rss_bytes`, whatever else the model tells (its `metrics`), and
+`validation_loss` where it was measured. What a machine does not tell is null, and so is what is not finite: JSON has no word for it.
 
 `model_tflops_per_device` is the model's FLOPs of one step (`flops_per_token`: forward and backward,
 attention causal, nothing recomputed) over step time and devices, in 1e12/s; `mfu` is that over the
@@ -38,9 +38,7 @@ class StepMetrics:
         memory = jax.local_devices()[0].memory_stats() or {}
         return {
             "step": step,
-            "loss": float(results["loss"]),
-            "grad_norm": float(results["grad_norm"]),
-            "learning_rate": float(results["learning_rate"]),
+            **{name: float(value) for name, value in results.items()},
             "step_time_s": step_time_s,
             "tokens_per_s": None if step_time_s is None else self._program.tokens_per_step / step_time_s,
             "model_tflops_per_device": None if flops is None else flops / 1e12,

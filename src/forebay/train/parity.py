@@ -142,7 +142,7 @@ def differences(program: Program, options: Mapping[str, Any]) -> list[Difference
 
     def run(program: Program, options: Mapping[str, Any]) -> Any:
         compute = jax.jit(
-            program.loss_and_gradients, in_shardings=(weights_sharding, program.batch_shardings),
+            program.aux_and_gradients, in_shardings=(weights_sharding, program.batch_shardings),
             out_shardings=(replicated, weights_sharding), compiler_options=dict(options) or None,
         )  # fmt: skip
         return compute(weights, batch)

@@ -222,7 +222,7 @@ def program_graph(program: Program) -> LossGraph:
         for k, x in program.abstract_batch.items()
     }
     return trace_loss(
-        program.unplanned_loss,
+        program.unplanned_objective,
         with_sharding(program.abstract_state.weights, program.state_shardings.weights),
         with_sharding(batch, program.batch_shardings),
         axis_sizes=dict(program.sharding.mesh.shape),

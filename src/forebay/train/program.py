@@ -36,8 +36,6 @@ from forebay.train.state import (
 
 LONGEST_SEQUENCE = 2**24
 """Attention visits pairs of blocks of 512 tokens; beyond this their list alone would take gigabytes."""
-METRICS = ("loss", "grad_norm", "learning_rate")
-"""Scalars that a step returns."""
 MEMORIES = ("device", "host")
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -120,7 +118,7 @@ class Program:
         hosted = jax.tree.leaves_with_path(self.hosted.weights)
         for (path, is_hosted), size in zip(hosted, sizes, strict=True):
             if is_hosted:
-                found[path[0].name] += size
+                found[path[0].name] += size  # a stack's weights are in the field of its name
         return found
 
     @property
@@ -188,13 +186,17 @@ class Program:
 
     def loss(self, weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
         """Mean cross entropy in nats per token of one microbatch."""
-        return self._loss(weights, batch, self.plan)
+        return self.model.metrics(self.objective(weights, batch)[1])["loss"]
 
-    def unplanned_loss(self, weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        """`loss` without a plan: what the planner looks at."""
-        return self._loss(weights, batch, None)
+    def objective(self, weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        """What is minimised over one microbatch, and what else the model tells of it."""
+        return self._objective(weights, batch, self.plan)
 
-    def _loss(self, weights: Any, batch: dict[str, jax.Array], plan: Plan | None) -> jax.Array:
+    def unplanned_objective(self, weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        """`objective` without a plan: what the planner looks at."""
+        return self._objective(weights, batch, None)
+
+    def _objective(self, weights: Any, batch: dict[str, jax.Array], plan: Plan | None) -> tuple[jax.Array, Any]:
         def scan(block: Any, x: Any, layers: Any, *constants: Any, stack: str) -> Any:
             return scan_layers(block, plan, x, layers, *constants, stack=stack)
 
@@ -203,25 +205,30 @@ class Program:
             scan_layers=scan, dtype=self.dtype,
         )  # fmt: skip
 
-    def loss_and_gradients(self, weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
-        """Mean over the microbatches, in float32."""
+    def aux_and_gradients(self, weights: Any, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
+        """What the model tells of the batch and the gradients: means over the microbatches, in float32."""
         parts = self.config.accumulate
+        gradient = jax.grad(self.objective, has_aux=True)
         if parts == 1:
-            return jax.value_and_grad(self.loss)(weights, batch)
+            gradients, aux = gradient(weights, batch)
+            return aux, gradients
 
         def split(x: jax.Array) -> jax.Array:
             return self.sharding.constrain(x.reshape(parts, -1, x.shape[1]), None, "batch", "sequence")
 
         def add(total: Any, microbatch: dict[str, jax.Array]) -> tuple[Any, None]:
-            loss, gradients = jax.value_and_grad(self.loss)(weights, microbatch)
+            gradients, aux = gradient(weights, microbatch)
             with jax.named_scope("accumulate"):
-                sums = add_streamed(total[1], gradients, 1 / parts, self._split.weights)
-                return (total[0] + loss / parts, sums), None
+                told = jax.tree.map(lambda t, p: t + p / parts, total[0], aux)
+                return (told, add_streamed(total[1], gradients, 1 / parts, self._split.weights)), None
 
+        microbatches = jax.tree.map(split, batch)
+        told = jax.eval_shape(lambda w, b: self.objective(w, jax.tree.map(lambda x: x[0], b))[1], weights, microbatches)
         with jax.named_scope("accumulate"):
+            told = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), told)
             zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
             zeros = settle(zeros, self._sums_hosted)
-        return jax.lax.scan(add, (jnp.float32(0), zeros), jax.tree.map(split, batch))[0]
+        return jax.lax.scan(add, (told, zeros), microbatches)[0]
 
     @property
     def _sums_hosted(self) -> Any:
@@ -234,9 +241,10 @@ class Program:
         )
 
     def step(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update. The metrics are scalars: `loss` (nats per token), `grad_norm` (before clipping), `learning_rate`."""
+        """One update. The metrics are scalars: the model's (`loss`, nats per token, is one of them), `grad_norm` (before
+        clipping), `learning_rate`."""
         state = settle(state, self.hosted)
-        loss, gradients = self.loss_and_gradients(state.weights, batch)
+        aux, gradients = self.aux_and_gradients(state.weights, batch)
         copies = None if state.master is None else state.weights
         with jax.named_scope("optimizer"):
             weights, optimizer, copies, norm = streamed_update(
@@ -244,7 +252,10 @@ class Program:
                 clip_norm=self.config.optimizer.clip_norm, shardings=self._split.weights, copies=copies,
             )  # fmt: skip
             learning_rate = learning_rate_schedule(self.config.optimizer, self.config.steps)(state.step)
-        metrics = {"loss": loss, "grad_norm": norm, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
+            weights = self.model.after_update(weights, aux)
+            copies = None if copies is None else self.model.after_update(copies, aux)
+        metrics = self.model.metrics(aux)
+        metrics |= {"grad_norm": norm, "learning_rate": jnp.asarray(learning_rate, jnp.float32)}
         if copies is None:
             return TrainState(state.step + 1, weights, optimizer), metrics
         return TrainState(state.step + 1, copies, optimizer, weights), metrics
@@ -254,15 +265,15 @@ class Program:
         return jax.jit(
             self.step,
             in_shardings=(self.state_shardings, self.batch_shardings),
-            out_shardings=(self.state_shardings, dict.fromkeys(METRICS, self.sharding.named(()))),
+            out_shardings=(self.state_shardings, self.sharding.named(())),
             donate_argnums=0,
             compiler_options=dict(options or {}) or None,
         )
 
     def hosted_arguments(self) -> tuple[list[bool], list[bool]]:
-        """For each argument and each result of the step, in order, whether it is in host memory."""
+        """For each argument of the step and each result but the metrics, in order, whether it is in host memory."""
         state = jax.tree.leaves(self.hosted)
-        return [*state, *(False for _ in self.abstract_batch)], [*state, *(False for _ in METRICS)]
+        return [*state, *(False for _ in self.abstract_batch)], state
 
     @property
     def offloads(self) -> bool:

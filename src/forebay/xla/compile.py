@@ -84,7 +84,7 @@ def compile_step(
         step: the result of `jax.jit`, with shardings over present or compile-only devices.
         args: abstract arguments.
         weight_shapes: shapes of the weights on one device, by which their gradients are recognised.
-        hosted: for each argument and each result whether it is in host memory, where jax may not know.
+        hosted: for each argument and each of the first results whether it is in host memory, where jax may not know.
         options: compiler options for this compile, flag names without the leading dashes.
         save_hlo: where to write the optimised, scheduled HLO text.
         dump: an empty directory for all that XLA writes about the compile; it is not kept otherwise.

@@ -114,6 +114,10 @@ class FlopCounter:
             return self._convolution(instruction)
         if splash := re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name):
             return self._attention(instruction, _SPLASH_PRODUCTS[splash[1]], causal=True)
+        if re.search(r"/grouped_(into|out_of|outer)/pallas_call", instruction.rest):
+            # forebay.ops.moe.triton: as if all rows of the buffer were of some group, which is the most they can be
+            left = self._operand_arrays(instruction)[0].dims
+            return 2.0 * math.prod(left) * arrays_of(instruction.shape)[0].dims[-1]
         # Pallas kernels say themselves what they cost, where their author did
         stated = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.rest)
         return float(stated[1]) if stated else 0.0

@@ -4,6 +4,7 @@ jax drops the memory kind of a sharding over such devices (CUDA, jax 0.12.0.1), 
 argument for device memory. Its mark in the lowered module is put back here.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,10 @@ _MARK = "mhlo.memory_kind"
 def mark_host(lowered: Any, arguments: Sequence[bool], results: Sequence[bool]) -> None:
     """Marks arguments and results of a `jax.stages.Lowered` that are in pinned host memory, all others as on the device.
 
-    Does nothing where jax marked any itself.
+    Results beyond those described are on the device. Does nothing where jax marked any itself.
 
     Raises:
-        ValueError: the module has other numbers of arguments or results.
+        ValueError: the module has another number of arguments, or fewer results.
     """
     if not any(arguments) and not any(results):
         return
@@ -30,10 +31,10 @@ def mark_host(lowered: Any, arguments: Sequence[bool], results: Sequence[bool]) 
             return
         for key, flags in (("arg_attrs", arguments), ("res_attrs", results)):
             attributes = list(main.attributes[key])
-            if len(attributes) != len(flags):
+            if len(attributes) != len(flags) and (key == "arg_attrs" or len(attributes) < len(flags)):
                 raise ValueError(f"the module has {len(attributes)} {key} and {len(flags)} were described")
             new = []
-            for attribute, host in zip(attributes, flags, strict=True):
+            for attribute, host in zip(attributes, itertools.chain(flags, itertools.repeat(False)), strict=False):
                 named = {n.name: n.attr for n in attribute}
                 named[_MARK] = ir.StringAttr.get("pinned_host" if host else "device")
                 new.append(ir.DictAttr.get(named))

@@ -76,11 +76,21 @@ class Llama:
         chunking: str,
         scan_layers: Callable[..., Any],
         dtype: Any,
-    ) -> jax.Array:
-        return model.loss(
+    ) -> tuple[jax.Array, jax.Array]:
+        loss = model.loss(
             weights, batch, config=self.config, sharding=sharding, kernel=kernel, chunking=chunking,
             scan_layers=scan_layers, dtype=dtype,
         )  # fmt: skip
+        return loss, loss
+
+    def metrics(self, aux: jax.Array) -> dict[str, jax.Array]:
+        return {"loss": aux}
+
+    def after_update(self, weights: model.Weights[jax.Array], aux: jax.Array) -> model.Weights[jax.Array]:
+        return weights
+
+    def refusal(self, record: Mapping[str, Any]) -> str | None:
+        return None
 
     def logits(
         self, weights: model.Weights[jax.Array], tokens: jax.Array, *, sharding: Sharding, dtype: Any

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from forebay.models.embedding import look_up
 from forebay.models.llama.config import LlamaConfig, RopeScaling
 from forebay.ops.attention import attention
 from forebay.ops.cross_entropy import cross_entropy
+from forebay.ops.norm import rms_norm
 from forebay.sharding import Sharding
 
 # The activations a plan can place, in the order the block makes them.
@@ -114,13 +116,6 @@ def init(key: jax.Array, config: LlamaConfig, dtype: Any = jnp.float32) -> Weigh
     return jax.tree.unflatten(treedef, [one(k, p, s) for k, (p, s) in zip(keys, leaves, strict=True)])
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """`x / rms(x) * scale` over the last dimension, in float32, returned in `x`'s dtype."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
-
-
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
     """Angular frequencies `[head_dim / 2]` in radians per position, float32.
 
@@ -202,7 +197,7 @@ def hidden_states(
     `scan_layers(block, x, layers, *constants, stack=name)` runs `block` over a stack of layers; what
     it keeps, moves and recomputes is its business (`forebay.offload`).
     """
-    x_BSD = _embed(weights.embedding_VD, tokens_BS, sharding).astype(dtype)
+    x_BSD = look_up(weights.embedding_VD, tokens_BS, sharding).astype(dtype)
     rope = rope_tables(config, tokens_BS.shape[1])
     layer_block = functools.partial(block, config=config, sharding=sharding, kernel=kernel)
     x_BSD = scan_layers(layer_block, x_BSD, weights.layers, rope, stack="layers")
@@ -271,22 +266,3 @@ def flops_per_token(config: LlamaConfig, seq: int) -> float:
 
 def _constrain_stream(x_BSD: jax.Array, *, sharding: Sharding) -> jax.Array:
     return sharding.constrain(x_BSD, "batch", "sequence", None)
-
-
-def _embed(table_VD: jax.Array, tokens_BS: jax.Array, sharding: Sharding) -> jax.Array:
-    """Looks tokens up without gathering the table.
-
-    Each device looks up every token of its data-parallel group in the columns it holds, and the
-    devices then exchange columns for tokens: traffic is one activation, not one table, and the
-    gradient of the table is never whole on a device.
-    """
-    if sharding.mesh.size == 1:
-        return table_VD[tokens_BS]
-    held = sharding.mesh_axes("embed")
-    outer = tuple(a for a in sharding.mesh_axes("batch") if a not in held)
-    columns = jax.sharding.PartitionSpec(outer or None, None, held or None)
-    tokens_BS = jax.lax.with_sharding_constraint(
-        tokens_BS, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(outer or None, None))
-    )
-    x_BSD = jax.lax.with_sharding_constraint(table_VD[tokens_BS], jax.sharding.NamedSharding(sharding.mesh, columns))
-    return _constrain_stream(x_BSD, sharding=sharding)

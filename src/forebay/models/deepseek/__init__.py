@@ -1,0 +1,177 @@
+"""DeepSeek-V3: `config.py` has the sizes, `model.py` the arithmetic, `hugging_face.py` the weight files."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from forebay.models.deepseek import model
+from forebay.models.deepseek.config import PRESETS, DeepSeekConfig, Yarn
+from forebay.models.registry import ExampleBlock
+from forebay.ops.moe import grouped
+from forebay.ops.moe.routing import adjusted_bias
+from forebay.sharding import Sharding
+
+__all__ = ["PRESETS", "DeepSeek", "DeepSeekConfig", "Yarn"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSeek:
+    """The `forebay.models.registry.Model` of the DeepSeek-V3 family."""
+
+    name: str
+    config: DeepSeekConfig
+
+    @property
+    def stacks(self) -> Mapping[str, int]:
+        return self.config.stacks
+
+    @property
+    def vocab(self) -> int:
+        return self.config.vocab
+
+    @property
+    def parameter_count(self) -> int:
+        return model.parameter_count(self.config)
+
+    def head_dims(self) -> tuple[int, int]:
+        return self.config.head_dim, self.config.value_dim
+
+    def head_shape(self) -> tuple[int, int]:
+        return self.config.embed, self.config.vocab
+
+    def small_sizes(self, layers: Mapping[str, int], sharding: Sharding) -> Mapping[str, Any]:
+        def about(size: int, axis: str, wanted: int) -> int:
+            parts = sharding.size(axis)
+            return min(size, parts * -(-wanted // parts))
+
+        c = self.config
+        dense = layers.get("dense_layers", 0)
+        # two experts of each group on each device, and as many chosen as there may be
+        groups = c.expert_groups
+        experts = min(c.experts, math.lcm(groups, sharding.size("experts")) * 2)
+        per_group = experts // groups
+        return {
+            "layers": dense + layers["moe_layers"], "dense_layers": dense, "vocab": about(c.vocab, "vocab", 1024),
+            "embed": about(c.embed, "embed", 256), "mlp": about(c.mlp, "mlp", 512),
+            "moe_mlp": about(c.moe_mlp, "mlp", 128), "heads": about(c.heads, "heads", 2), "experts": experts,
+            "experts_per_token": min(c.experts_per_token, c.groups_per_token * per_group),
+            **({"query_lora": 128} if c.query_lora else {}), "kv_lora": min(c.kv_lora, 128),
+        }  # fmt: skip
+
+    def init(self, key: jax.Array, dtype: Any) -> model.Weights[jax.Array]:
+        return model.init(key, self.config, dtype)
+
+    def shapes(self) -> model.Weights[tuple[int, ...]]:
+        return model.shapes(self.config)
+
+    def logical_axes(self) -> model.Weights[tuple[str | None, ...]]:
+        return model.logical_axes(self.config)
+
+    def decayed(self) -> model.Weights[bool]:
+        return jax.tree.map_with_path(
+            lambda path, _: not any(word in path[-1].name for word in ("norm", "bias")),
+            self.shapes(), is_leaf=lambda x: isinstance(x, tuple),
+        )  # fmt: skip
+
+    def loss(
+        self,
+        weights: model.Weights[jax.Array],
+        batch: Mapping[str, jax.Array],
+        *,
+        sharding: Sharding,
+        kernel: str,
+        chunking: str,
+        scan_layers: Callable[..., Any],
+        dtype: Any,
+    ) -> tuple[jax.Array, model.Aux]:
+        return model.loss(
+            weights, batch, parts=self._parts(sharding, kernel), chunking=chunking, scan_layers=scan_layers, dtype=dtype
+        )
+
+    def metrics(self, aux: model.Aux) -> dict[str, jax.Array]:
+        """The cross entropies, and how even the experts' load is: `moe_max_violation` is the largest load over the
+        mean, less one, in the mean over layers (MaxVio, arXiv:2408.15664), `moe_worst_violation` the same of the worst layer;
+        `moe_overflow` the share of rows that found no room."""
+        violation = aux.load.max(-1) - 1
+        mtp = {"mtp_loss": aux.mtp_cross_entropy} if self.config.mtp else {}
+        return {
+            "loss": aux.cross_entropy, **mtp, "moe_balance_loss": aux.balance_loss,
+            "moe_max_violation": violation.mean(), "moe_worst_violation": violation.max(), "moe_overflow": aux.overflow,
+        }  # fmt: skip
+
+    def after_update(self, weights: model.Weights[jax.Array], aux: model.Aux) -> model.Weights[jax.Array]:
+        """With the routers' biases moved against their experts' load."""
+
+        def adjusted(layer: model.Layer[jax.Array], load: jax.Array) -> model.Layer[jax.Array]:
+            assert isinstance(layer.mlp, model.Experts)
+            bias = adjusted_bias(layer.mlp.router_bias_E, load, self.config.bias_speed)
+            return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, router_bias_E=bias))
+
+        count = self.config.moe_layers
+        mtp = weights.mtp
+        if mtp is not None:
+            mtp = dataclasses.replace(mtp, layer=adjusted(mtp.layer, aux.load[count:]))
+        return dataclasses.replace(weights, moe_layers=adjusted(weights.moe_layers, aux.load[:count]), mtp=mtp)
+
+    def refusal(self, record: Mapping[str, Any]) -> str | None:
+        share, limit = record["moe_overflow"], self.config.overflow_limit
+        if share <= limit:
+            return None
+        return (
+            f"{share:.1%} of the experts' rows found no room (sizes.overflow_limit={limit}): raise sizes.capacity_factor above "
+            f"{self.config.capacity_factor}, or allow more with sizes.overflow_limit"
+        )
+
+    def logits(
+        self, weights: model.Weights[jax.Array], tokens: jax.Array, *, sharding: Sharding, dtype: Any
+    ) -> jax.Array:
+        return model.logits(weights, tokens, parts=self._parts(sharding, "blockwise"), dtype=dtype)
+
+    def load_hugging_face(self, directory: str, *, shardings: Any) -> model.Weights[jax.Array]:
+        from forebay.models.deepseek import hugging_face
+
+        return hugging_face.load(directory, self.config, shardings=shardings)
+
+    def flops_per_token(self, seq: int) -> float:
+        return model.flops_per_token(self.config, seq)
+
+    def example_blocks(
+        self, batch: int, seq: int, dtype: Any, sharding: Sharding, kernel: str
+    ) -> dict[str, ExampleBlock]:
+        parts = self._parts(sharding, kernel)
+        shapes, config = self.shapes(), self.config
+
+        def one_layer(stack: Any) -> Any:
+            return jax.tree.map(
+                lambda s: jax.ShapeDtypeStruct(s[1:], jnp.float32), stack, is_leaf=lambda x: isinstance(x, tuple)
+            )
+
+        x = jax.ShapeDtypeStruct((batch, seq, config.embed), dtype)
+        rope = (jax.ShapeDtypeStruct((seq, config.rope_dim // 2), jnp.float32),) * 2
+        table = lambda layers: jax.eval_shape(lambda: model.empty_table(config, layers))  # noqa: E731
+        numbered = (jax.ShapeDtypeStruct((), jnp.int32), one_layer(shapes.moe_layers))
+        blocks = {
+            "dense_layers": ExampleBlock(
+                functools.partial(model.dense_block, parts=parts), one_layer(shapes.dense_layers), x, (rope,)
+            ),
+            "moe_layers": ExampleBlock(
+                functools.partial(model.moe_block, parts=parts), numbered, (x, table(config.moe_layers)), (rope,)
+            ),
+            "mtp": ExampleBlock(
+                functools.partial(model.mtp_block, parts=parts), one_layer(shapes.mtp),
+                (x, table(1)), (x, rope),
+            ),
+        }  # fmt: skip
+        return {name: blocks[name] for name in self.stacks}
+
+    def _parts(self, sharding: Sharding, kernel: str) -> model.Parts:
+        platform = sharding.mesh.devices.flat[0].platform
+        chosen = grouped.choose_kernel(
+            self.config.grouped, platform, embed=self.config.embed, mlp=self.config.moe_mlp // sharding.size("mlp")
+        )
+        return model.Parts(self.config, sharding, kernel, chosen)

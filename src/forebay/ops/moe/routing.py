@@ -1,0 +1,72 @@
+"""Which experts each token goes to, and how evenly: DeepSeek-V3's router (arXiv:2412.19437, section 2.1.2).
+
+Shapes: B batch, S sequence, E experts, k experts that a token goes to.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+MAPS = "moe_routing_maps"
+
+
+def choose_experts(
+    scores_BSE: jax.Array, bias_E: jax.Array, *, experts_per_token: int, groups: int, groups_per_token: int
+) -> jax.Array:
+    """The experts of each token, int32 `[batch, sequence, k]`, the best first; carries the name `moe_routing_maps`.
+
+    The bias counts in this choice alone. Experts are in `groups` of neighbours, of which a token uses
+    those `groups_per_token` whose two best experts score highest together.
+
+    Args:
+        scores_BSE: affinities in (0, 1), float32.
+        bias_E: float32, added to the scores.
+    """
+    choice = jax.lax.stop_gradient(scores_BSE + bias_E)
+    if groups_per_token < groups:
+        by_group = choice.reshape(*choice.shape[:-1], groups, -1)
+        of_group = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(-1)
+        chosen = jax.lax.top_k(of_group, groups_per_token)[1]
+        open_groups = (chosen[..., None] == jnp.arange(groups, dtype=jnp.int32)).any(-2)
+        choice = jnp.where(open_groups[..., None], by_group, -jnp.inf).reshape(choice.shape)
+    return checkpoint_name(jax.lax.top_k(choice, experts_per_token)[1], MAPS)
+
+
+def router_weights(scores_BSE: jax.Array, experts_BSk: jax.Array, *, normalise: bool, route_scale: float) -> jax.Array:
+    """What each chosen expert's result counts, `[batch, sequence, k]`: its score, over the sum of the chosen
+    ones' where `normalise`, times `route_scale`."""
+    weights = jnp.take_along_axis(scores_BSE, experts_BSk, axis=-1)
+    if normalise:
+        weights /= weights.sum(-1, keepdims=True) + 1e-20
+    return weights * route_scale
+
+
+def tokens_per_expert(experts_BSk: jax.Array, experts: int) -> jax.Array:
+    """How many tokens of each sequence chose each expert, float32 `[batch, experts]`."""
+    chosen = experts_BSk[..., None] == jnp.arange(experts, dtype=jnp.int32)
+    return chosen.sum((1, 2), dtype=jnp.float32)
+
+
+def balance_loss(scores_BSE: jax.Array, tokens_BE: jax.Array) -> jax.Array:
+    """The sequence-wise balance loss without its factor, a scalar; 1 for perfect balance.
+
+    The mean over sequences of `sum_e f_e P_e`, with f the share of a sequence's choices that fell on an
+    expert times the number of experts, and P the expert's mean share of a token's scores (equations 17
+    to 20). Gradients flow through P alone.
+    """
+    experts = scores_BSE.shape[-1]
+    f_BE = jax.lax.stop_gradient(tokens_BE / tokens_BE.sum(-1, keepdims=True)) * experts
+    p_BE = (scores_BSE / scores_BSE.sum(-1, keepdims=True)).mean(1)
+    return (f_BE * p_BE).sum(-1).mean()
+
+
+def relative_load(tokens_BE: jax.Array) -> jax.Array:
+    """The tokens that each expert got over what it would get in perfect balance, float32 `[experts]`."""
+    total_E = jax.lax.stop_gradient(tokens_BE.sum(0))
+    return total_E / total_E.mean()
+
+
+def adjusted_bias(bias: jax.Array, load: jax.Array, speed: float) -> jax.Array:
+    """The bias after a step, `[..., experts]`: `speed` lower where an expert's load is above the mean, higher where
+    it is below (arXiv:2408.15664, algorithm 1). `load` is relative, with a mean of 1."""
+    return bias + speed * jnp.sign(1 - load)
