@@ -9,7 +9,7 @@ from problems import random_stack
 from test_solve import GIB, chain, problem
 
 from forebay.planner.problem import Problem, evaluate
-from forebay.planner.search import InfeasibleError, Measured, explain_infeasible, search
+from forebay.planner.search import Decision, InfeasibleError, Measured, explain_infeasible, search
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Compiler:
         self.problem, self.factor, self.more, self.refuses = p, factor, more, refuses
         self.asked: list = []
 
-    def __call__(self, placements):
+    def __call__(self, decision):
+        placements = decision.placements
         self.asked.append(placements)
         predicted = evaluate(dataclasses.replace(self.problem, correction_bytes=0), placements)
         return Measured(int(predicted.device_bytes * self.factor + self.more), int(predicted.host_bytes), self.refuses)
@@ -60,7 +61,7 @@ def test_a_right_account_needs_one_compile():
     found = search(fake(p), compiler, margin=0)
     assert found.fits
     assert len(compiler.asked) == found.compiles == 1
-    assert found.predicted.device_bytes == compiler(found.placements).device_bytes
+    assert found.predicted.device_bytes == compiler(found.decision).device_bytes
 
 
 def test_a_plan_that_the_compiler_makes_too_large_is_replaced_by_one_that_fits():
@@ -70,7 +71,7 @@ def test_a_plan_that_the_compiler_makes_too_large_is_replaced_by_one_that_fits()
     assert found.fits
     assert found.measured is not None
     assert found.measured.device_bytes <= p.device_budget
-    assert compiler(compiler.asked[0]).device_bytes > p.device_budget  # the first one did not
+    assert compiler(Decision(compiler.asked[0])).device_bytes > p.device_budget  # the first one did not
 
 
 def test_room_that_the_account_did_not_see_is_used():
@@ -167,8 +168,8 @@ def test_a_compiler_that_charges_for_offloading_does_not_end_the_search():
     p = problem(chain(8), device_budget=14.5 * GIB)
 
     class Charging(Compiler):
-        def __call__(self, placements):
-            measured = super().__call__(placements)
+        def __call__(self, decision):
+            measured = super().__call__(decision)
             more = 6 * GIB if measured.host_bytes else 0
             return dataclasses.replace(measured, device_bytes=measured.device_bytes + more)
 
