@@ -64,9 +64,13 @@ def run(config: TimelineConfig) -> int:
     hardware = get_hardware(config.hardware)
     if config.hlo is not None and config.save_hlo is not None:
         raise UserError("save_hlo is for a step that is compiled, and hlo is one already: leave one of them out")
+    places: dict[Path, str] = {}
     for flag in ("html", "perfetto", "save_hlo", "output"):
         if (file := getattr(config, flag)) is not None:
             check_file(flag, file)
+            other = places.setdefault(Path(file).resolve(), flag)
+            if other != flag:
+                raise UserError(f"{other} and {flag} are the same file, {file!r}: give each its own")
     if config.html is not None:
         check_report_file("html", config.html)
     trips = parse_trip_count(config.trip_count)
@@ -86,7 +90,7 @@ def run(config: TimelineConfig) -> int:
     if config.html is not None:
         plan = None if step.plan is None else step.plan.to_json()
         Path(config.html).write_text(
-            render(made, title=step.title, compiled=step.compiled, plan=plan), encoding="utf-8"
+            render(made, title=step.title, compiled=step.compiled, plan=plan, usage=step.usage), encoding="utf-8"
         )
     if config.json:
         json.dump(made.to_json(), sys.stdout)
@@ -108,12 +112,14 @@ class Step:
         title: the model's name, or the file's.
         plan: that it was compiled under, None where it was given as HLO and without one.
         compiled: as `forebay compile --json` has it; None where the step was given as HLO.
+        usage: bytes of device memory in use as each instruction runs; likewise.
     """
 
     timeline: Timeline
     title: str
     plan: "Plan | None"
     compiled: Mapping[str, Any] | None = None
+    usage: Mapping[str, int] | None = None
 
 
 def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Step:
@@ -123,6 +129,7 @@ def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Step:
     from forebay.timeline.build import timeline
     from forebay.train.planning import compile_program, planned_program
     from forebay.xla.topology import compile_only_devices
+    from forebay.xla.usage import usage
 
     hardware = get_hardware(config.hardware)
     devices = compile_only_devices(hardware, config.devices or 8)
@@ -138,7 +145,7 @@ def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Step:
         notes.append(f"the compiler refused the step for lack of memory: {done.compiled.refused}")
     made = dataclasses.replace(made, assumptions=tuple(dict.fromkeys(notes)))
     report = compile_json(done.compiled, program, hardware, config.memory_fraction, done.options)
-    return Step(made, program.model.name, program.plan, report)
+    return Step(made, program.model.name, program.plan, report, usage(done.compiled.assignment))
 
 
 def diff(argv: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ def render(
     title: str,
     compiled: Mapping[str, Any] | None = None,
     plan: Mapping[str, Any] | None = None,
+    usage: Mapping[str, int] | None = None,
 ) -> str:
     """The report of a step.
 
@@ -28,6 +29,8 @@ def render(
         title: what was run, such as a model's name or a file's.
         compiled: what `forebay compile --json` says of it, for its memory (schema `forebay.compile/1`).
         plan: the content of a plan file (schema `forebay.plan/1`).
+        usage: bytes of device memory in use as each instruction runs, in the order of the schedule
+            (`forebay.xla.usage`); with it memory is drawn over time.
 
     Example:
         `Path("report.html").write_text(render(Timeline.load("step.json"), title="the step"))`
@@ -51,7 +54,7 @@ def render(
         "candidates": _section("considered", "Considered beside the plan", sections.candidates(plan))
         if plan and plan["predicted"] and plan["alternatives"] else "",
         "basis": sections.basis(timeline, compiled, plan),
-        "data": script_json(drawing(timeline)),
+        "data": script_json(drawing(timeline, usage)),
         "style": _file("report.css"),
         "timeline_script": _file("timeline.js"),
         "tables_script": _file("tables.js"),

@@ -160,7 +160,7 @@ def _peak(rows: Sequence[Mapping[str, Any]], title: str, total: int) -> Markup:
 
 def plan_tables(plan: Mapping[str, Any]) -> Markup:
     """For each stack its tensors, and where they go in each range of layers."""
-    parts = [el("p", _plan_numbers(plan), class_="dim")]
+    parts = []
     for stack in dict.fromkeys(p["stack"] for p in plan["placements"]):
         ranges = sorted((p for p in plan["placements"] if p["stack"] == stack), key=lambda p: p["layers"])
         sizes = {r["tensor"]: r["bytes"] for r in plan["reasons"] if r["stack"] == stack}
@@ -179,7 +179,7 @@ def plan_tables(plan: Mapping[str, Any]) -> Markup:
             )
             body.append(el("tr", el("td", text, colspan=len(heads))))
         parts.append(el("div", el("h3", stack), table(heads, body)))
-    return join(*parts)
+    return join(el("p", _plan_numbers(plan), class_="dim"), el("div", *parts, class_="columns"))
 
 
 def _place(where: str) -> Markup:

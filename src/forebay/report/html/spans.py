@@ -2,7 +2,7 @@
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from forebay.timeline import Exposed, Span, Timeline
@@ -15,12 +15,13 @@ _LANES = {
 _TEXTS = ("kind", "name", "opcode", "phase", "tensor", "loop")
 
 
-def drawing(timeline: Timeline) -> dict[str, Any]:
+def drawing(timeline: Timeline, usage: Mapping[str, int] | None = None) -> dict[str, Any]:
     """Spans, lanes, gaps and the sums of transfers, as the page's script reads them.
 
     `spans` has a column for each property; texts are numbers into `texts`. `of` is, for a wait, the transfer that
     is waited for (a number of a span, -1 where it was not drawn), and `row` the line of `rows`, which are those of
-    `timeline.exposed` in order.
+    `timeline.exposed` in order. With `usage`, bytes in use by instruction in the order of the schedule
+    (`forebay.xla.usage`), `memory` is the curve over time.
     """
     spans = sorted(timeline.spans, key=lambda s: s.start_s)
     lanes = sorted({s.lane for s in spans}, key=_lane_order)
@@ -54,7 +55,25 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
             [_ns(e.time_s), _ns(e.exposed_s), round(e.count, 3), round(e.window, 4), _ns(e.window_s)]
             for e in timeline.exposed
         ],
+        "memory": memory_curve(spans, usage) if usage else None,
     }
+
+
+def memory_curve(spans: Iterable[Span], usage: Mapping[str, int]) -> dict[str, list[int]] | None:
+    """Steps of the bytes in use: from each `time` on `bytes`, the most since what the compute stream did before."""
+    order = {name: n for n, name in enumerate(usage)}
+    sizes = list(usage.values())
+    times, found, before = [], [], -1
+    for s in spans:
+        if s.kind != "work" or s.name not in order:
+            continue
+        here = order[s.name]
+        since = before + 1 if before < here else here  # an iteration's first follows on the last of the one before
+        size, before = max(sizes[since : here + 1]), here
+        if not found or size != found[-1]:
+            times.append(_ns(s.start_s) if found else 0)
+            found.append(size)
+    return {"time": times, "bytes": found} if found else None
 
 
 class _Texts:

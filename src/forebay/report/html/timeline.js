@@ -14,7 +14,7 @@
   const $ = (id) => document.getElementById(id);
   const canvas = $("lanes"), overview = $("overview"), tip = $("tip"), details = $("details"), folding = $("fold");
   const PHASES = ["forward", "backward", "recompute", "optimizer", "compiler_remat"];
-  const RULER = 22, LABEL = 15, GAP = 7, THICK = 34, THIN = 20;
+  const RULER = 22, LABEL = 15, GAP = 7, THICK = 34, THIN = 20, TALL = 48;
 
   // ---- what there is: intervals to draw by lane, waits by length, the first transfer of each row
   const at = lanes.map(() => []);
@@ -45,6 +45,14 @@
     top = y + height + GAP;
     return { y, height, label: lane.label };
   });
+  const memory = data.memory;
+  const least = memory ? memory.bytes.reduce((a, b) => Math.min(a, b)) : 0, most = memory ? memory.bytes.reduce((a, b) => Math.max(a, b)) : 0;
+  const floor = least < most / 2 ? 0 : least - (most - least) * 0.15; // where little changes, the change is what to see
+  if (memory) {
+    const label = `HBM in use, ${floor ? bytes(least) : "0"} to ${bytes(most)}`;
+    places.push({ y: top + LABEL, height: TALL, label });
+    top += LABEL + TALL + GAP;
+  }
   const height = top;
 
   // ---- the axis
@@ -100,7 +108,7 @@
   // ---- drawing
   function readColors() {
     const style = getComputedStyle(document.documentElement);
-    const names = ["text", "dim", "line", "soft", "card", "accent", "exposed", "transfer", ...PHASES];
+    const names = ["text", "dim", "line", "soft", "card", "accent", "exposed", "transfer", "memory", ...PHASES];
     for (const name of names) colors[name] = style.getPropertyValue(`--${name.replace("_", "-")}`).trim();
   }
   function colorOf(n) {
@@ -196,18 +204,42 @@
     const from = unfold(view.from), to = unfold(view.to);
     ruler(pen, width, scale, from, to);
     lanes.forEach((_, lane) => {
-      const { y, height: high, label: name } = places[lane];
+      const { y, height: high } = places[lane];
       pen.fillStyle = colors.soft;
       pen.fillRect(0, y, width, high);
       paint(pen, visible(lane, from, to, true), scale, y, high, true);
-      pen.fillStyle = colors.dim;
-      pen.font = "11px system-ui, sans-serif";
-      pen.fillText(name, 1, y - 4);
     });
+    if (memory) drawMemory(pen, scale, from, to, width);
     for (const gap of gaps) band(pen, scale(gap[0]), scale(gap[1]), gap[2], width);
+    pen.fillStyle = colors.dim;
+    pen.font = "11px system-ui, sans-serif";
+    for (const { y, label: name } of places) {
+      pen.clearRect(0, y - LABEL, pen.measureText(name).width + 6, LABEL);
+      pen.fillText(name, 1, y - 4);
+    }
     mark(pen, hovered?.span, scale, colors.text, 1);
     mark(pen, chosen, scale, colors.text, 2);
     drawOverview();
+  }
+
+  function drawMemory(pen, scale, from, to, width) {
+    const { y, height: high } = places[lanes.length];
+    pen.fillStyle = colors.soft;
+    pen.fillRect(0, y, width, high);
+    pen.fillStyle = colors.memory;
+    for (let k = memoryAt(from); k < memory.time.length && memory.time[k] <= to; k++) {
+      const x0 = scale(memory.time[k]), x1 = scale(memory.time[k + 1] ?? step);
+      const size = Math.max(1, ((memory.bytes[k] - floor) / (most - floor || 1)) * (high - 2));
+      pen.fillRect(x0, y + high - size, Math.max(x1 - x0, 1) + 0.3, size);
+    }
+  }
+  function memoryAt(time) { // the last point that is not after `time`
+    let low = 0, high = memory.time.length - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (memory.time[middle] <= time) low = middle; else high = middle - 1;
+    }
+    return low;
   }
 
   function ruler(pen, width, scale, from, to) {
@@ -253,10 +285,14 @@
     pen.stroke();
     const name = `×${times}`;
     pen.font = "600 11px system-ui, sans-serif";
-    if (wide > pen.measureText(name).width + 2) {
+    const size = pen.measureText(name).width;
+    if (wide > 11) { // upright where there is room, else along the band
       pen.fillStyle = colors.text;
       pen.textAlign = "center";
-      pen.fillText(name, from + wide / 2, places[0].y + places[0].height / 2 + 4);
+      pen.textBaseline = "middle";
+      pen.translate(from + wide / 2, places[0].y + places[0].height / 2);
+      if (wide < size + 4) pen.rotate(-Math.PI / 2);
+      pen.fillText(name, 0, 0);
     }
     pen.restore();
   }
@@ -344,6 +380,12 @@
   }
   const aboutSpan = (n) => about((text("kind", n) === "wait" ? "waits for " : "") + title(n), facts(n));
   const aboutGap = (g) => about(`×${g[2]}: iterations like the one before`, [["loop", g[3]], ["take", duration(g[1] - g[0])]]);
+  const aboutMemory = (size, time) =>
+    about(`${bytes(size)} of HBM in use`, [["at", duration(time)], ["of the most", `${((100 * size) / most).toFixed(1)} %`]]);
+  function aboutFound(found) {
+    if (found.gap) return aboutGap(found.gap);
+    return found.span === undefined ? aboutMemory(found.bytes, found.time) : aboutSpan(found.span);
+  }
 
   function choose(n) {
     chosen = n;
@@ -359,6 +401,7 @@
     const place = view.from + x * perPixel, time = unfold(place);
     const gap = gaps.find((g) => time > g[0] && time < g[1]);
     if (gap) return { gap };
+    if (lane === lanes.length) return { bytes: memory.bytes[memoryAt(time)], time };
     const low = unfold(place - 2 * perPixel), high = unfold(place + 2 * perPixel), list = at[lane];
     let best = -1, bestSize = -1;
     for (let k = Math.max(0, first(list, low) - 1); k < list.length && spans.start[list[k]] <= high; k++) {
@@ -376,7 +419,7 @@
     hovered = found;
     tip.hidden = !found;
     if (!found) return;
-    tip.replaceChildren(found.gap ? aboutGap(found.gap) : aboutSpan(found.span));
+    tip.replaceChildren(aboutFound(found));
     const right = x + 16 + tip.offsetWidth > canvas.clientWidth;
     tip.style.left = `${Math.max(0, right ? x - tip.offsetWidth - 12 : x + 16)}px`;
     tip.style.top = `${canvas.offsetTop + y + 18}px`;
@@ -424,7 +467,7 @@
     if (event.type === "pointerup" && dragged < 4) {
       const box = canvas.getBoundingClientRect(), found = hit(event.clientX - box.left, event.clientY - box.top);
       choose(found?.span ?? -1);
-      if (found?.gap) details.replaceChildren(aboutGap(found.gap));
+      if (found && found.span === undefined) details.replaceChildren(aboutFound(found));
     }
   }
   canvas.addEventListener("pointerup", release);
@@ -502,6 +545,10 @@
   document.querySelector(".tools").hidden = false;
   $("folding").hidden = !gaps.length;
   document.querySelector("[data-do=longest]").hidden = !waits.length;
+  const drawn = new Set(color);
+  for (const item of document.querySelectorAll(".legend [data-color]")) item.hidden = !drawn.has(item.dataset.color);
+  document.querySelector(".legend .of-gaps").hidden = !gaps.length;
+  document.querySelector(".legend .of-memory").hidden = !memory;
   const recolor = () => {
     readColors();
     redraw();
