@@ -128,7 +128,7 @@ def test_the_page_scrolls_where_there_is_nothing_to_zoom(browser, tmp_path):
     browser.wait_for(f"scrollY > {before}")
 
 
-def test_keys_and_the_longest_wait(browser, tmp_path):
+def test_keys_and_the_largest_wait(browser, tmp_path):
     browser.open(write(tmp_path))
     browser.evaluate("document.getElementById('lanes').focus()")
     details = "document.getElementById('details').innerText"

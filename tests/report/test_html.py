@@ -267,6 +267,16 @@ def test_a_plan_beside_hlo_is_shown(tmp_path):
     assert "mlpwi_0|1.0|host|device|" in Page(report.read_text()).rows
 
 
+def test_a_damaged_plan(capsys, tmp_path):
+    hlo, file = tmp_path / "step.hlo", tmp_path / "plan.json"
+    hlo.write_text(HLO)
+    damaged = plan()
+    del damaged["alternatives"][0]["step_time_s"]
+    file.write_text(json.dumps({"schema": "forebay.plan/1", **damaged}))
+    assert main(["timeline", "--hlo", str(hlo), "--plan", str(file), "--html", str(tmp_path / "r.html")]) == 2
+    assert "the plan is damaged (KeyError: 'step_time_s'): make it again" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

@@ -32,9 +32,17 @@ def render(
         usage: bytes of device memory in use as each instruction runs, in the order of the schedule
             (`forebay.xla.usage`); with it memory is drawn over time.
 
+    Raises:
+        UserError: the plan lacks something.
+
     Example:
         `Path("report.html").write_text(render(Timeline.load("step.json"), title="the step"))`
     """
+    try:
+        placed = sections.plan_tables(plan) if plan and plan["placements"] else None
+        considered = sections.candidates(plan) if plan and plan["predicted"] and plan["alternatives"] else None
+    except (KeyError, TypeError) as error:
+        raise UserError(f"the plan is damaged ({type(error).__name__}: {error}): make it again") from None
     measured = timeline.source == "measured"
     parts = {
         "title": join(title),
@@ -50,9 +58,8 @@ def render(
         "transfers": sections.transfers(timeline),
         "count": join(f"{len(timeline.exposed):,}"),
         "memory": _section("memory", "Memory", sections.memory(compiled)) if compiled else "",
-        "plan": _section("plan", "The plan", sections.plan_tables(plan)) if plan and plan["placements"] else "",
-        "candidates": _section("considered", "Considered beside the plan", sections.candidates(plan))
-        if plan and plan["predicted"] and plan["alternatives"] else "",
+        "plan": _section("plan", "The plan", placed) if placed else "",
+        "candidates": _section("considered", "Considered beside the plan", considered) if considered else "",
         "basis": sections.basis(timeline, compiled, plan),
         "data": script_json(drawing(timeline, usage)),
         "style": _file("report.css"),
@@ -65,7 +72,7 @@ def render(
 def check_report_file(flag: str, path: str) -> None:
     """Raises `UserError` where there is a file at `path` that is no report: a report may be made again."""
     file = Path(path)
-    if file.exists() and _MARK.encode() not in file.read_bytes()[:1000]:
+    if file.is_file() and _MARK.encode() not in file.read_bytes()[:1000]:
         raise UserError(f"{flag}={path!r} exists and is no report of forebay: choose another name, or remove it")
 
 

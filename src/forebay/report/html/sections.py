@@ -21,14 +21,14 @@ def headline(timeline: Timeline, compiled: Mapping[str, Any] | None) -> Markup:
     share = timeline.exposed_s / timeline.step_time_s if timeline.step_time_s else 0.0
     cards = [
         _card("Step time", format_seconds(timeline.step_time_s), f"on {timeline.devices} x {timeline.hardware}"),
-        _card("Model TFLOP/s per device", f"{timeline.tflops_per_device:,.0f}", "what is recomputed does not count"),
+        _card("Model TFLOP/s per device", f"{timeline.tflops_per_device:,.0f}", "recompute not counted"),
         _card("MFU", f"{timeline.mfu:.1%}", "of the peak in bfloat16"),
         _card("Exposed", format_seconds(timeline.exposed_s), f"{share:.1%} of the step waits", "exposed"),
     ]
     if compiled is not None:
         hbm = compiled.get("hbm_bytes")
         total = compiled["device_bytes"]["total"]
-        note = "per device" if hbm is None else f"of {format_bytes(hbm)} that XLA may use"
+        note = "per device" if hbm is None else f"of {format_bytes(hbm)} usable"
         cards.append(_card("HBM at the peak", format_bytes(total), note, None if total <= (hbm or total) else "over"))
     return el("div", *cards, class_="cards")
 
@@ -113,14 +113,14 @@ def _transfers(rows: Sequence[tuple[int, Exposed]], step_time_s: float, name: st
             el("td", f"{e.window:.0%}", data_v=e.window, class_="n"),
         )
         body.append(el("tr", *cells, data_row=number))
-    return table(heads, body, id=name, class_="sortable")
+    return table(name, heads, body, id=name, class_="sortable")
 
 
-def table(heads: Iterable[tuple[str, str]], body: Iterable[Markup], **attributes: Any) -> Markup:
-    """A table that scrolls within itself. Heads are texts and classes."""
+def table(label: str, heads: Iterable[tuple[str, str]], body: Iterable[Markup], **attributes: Any) -> Markup:
+    """A table that scrolls within itself. Heads are texts and classes; `label` is read aloud."""
     head = el("tr", *(el("th", text, class_=style or None, scope="col") for text, style in heads))
     made = el("table", el("thead", head), el("tbody", *body), **attributes)
-    return el("div", made, class_="scroll", tabindex="0", role="group", aria_label="a table")
+    return el("div", made, class_="scroll", tabindex="0", role="group", aria_label=label)
 
 
 def memory(compiled: Mapping[str, Any]) -> Markup:
@@ -155,7 +155,7 @@ def _peak(rows: Sequence[Mapping[str, Any]], title: str, total: int) -> Markup:
         el("tr", el("td"), el("td", "total"), el("td", f"{total / size:,.2f}", class_="n"), el("td"), class_="total")
     )
     heads = [("kind", ""), ("what", ""), (unit, "n"), ("", "wide")]
-    return el("div", el("h3", title), table(heads, body))
+    return el("div", el("h3", title), table(title, heads, body))
 
 
 def plan_tables(plan: Mapping[str, Any]) -> Markup:
@@ -178,8 +178,9 @@ def plan_tables(plan: Mapping[str, Any]) -> Markup:
                 "everything is kept on the device" if everything else "everything is recomputed from the layer's input"
             )
             body.append(el("tr", el("td", text, colspan=len(heads))))
-        parts.append(el("div", el("h3", stack), table(heads, body)))
-    return join(el("p", _plan_numbers(plan), class_="dim"), el("div", *parts, class_="columns"))
+        parts.append(el("div", el("h3", stack), table(stack, heads, body)))
+    numbers = _plan_numbers(plan)
+    return join(el("p", numbers, class_="dim") if numbers else None, el("div", *parts, class_="columns"))
 
 
 def _place(where: str) -> Markup:
@@ -224,7 +225,7 @@ def candidates(plan: Mapping[str, Any]) -> Markup:
     heads = [
         ("", ""), ("a step, the planner's", "n"), ("to the plan", "n"), ("device GiB", "n"), ("host GiB", "n"), ("", ""),
     ]  # fmt: skip
-    return table(heads, body, id="candidates", class_="sortable")
+    return table("candidates", heads, body, id="candidates", class_="sortable")
 
 
 def basis(timeline: Timeline, compiled: Mapping[str, Any] | None, plan: Mapping[str, Any] | None) -> Markup:

@@ -16,10 +16,12 @@
   const PHASES = ["forward", "backward", "recompute", "optimizer", "compiler_remat"];
   const RULER = 22, LABEL = 15, GAP = 7, THICK = 34, THIN = 20, TALL = 48;
 
-  // ---- what there is: intervals to draw by lane, waits by length, the first transfer of each row
+  const length = (n) => spans.end[n] - spans.start[n], cost = (n) => length(n) * spans.count[n];
+
+  // ---- what there is: spans by lane, waits by what they cost the step, and what to show for a row of the tables
   const at = lanes.map(() => []);
   for (let n = 0; n < count; n++) at[spans.lane[n]].push(n);
-  const waits = [], exposedIn = new Map(), firstOf = new Map();
+  const waits = [], exposedIn = new Map(), shownFor = new Map();
   for (let n = 0; n < count; n++) {
     if (text("kind", n) === "wait") {
       waits.push(n);
@@ -31,13 +33,11 @@
     }
     const row = spans.row[n];
     if (row < 0) continue;
-    const best = firstOf.get(row);
-    const longer = best === undefined || spans.end[n] - spans.start[n] > spans.end[best] - spans.start[best];
+    const best = shownFor.get(row);
     const kind = text("kind", n), bestKind = best === undefined ? "" : text("kind", best);
-    if (kind === bestKind ? longer : kind === "wait" || best === undefined) firstOf.set(row, n); // the longest wait
+    if (kind === bestKind ? cost(n) > cost(best) : kind === "wait" || best === undefined) shownFor.set(row, n);
   }
-  const length = (n) => spans.end[n] - spans.start[n];
-  waits.sort((a, b) => length(b) - length(a));
+  waits.sort((a, b) => cost(b) - cost(a));
 
   let top = RULER;
   const places = lanes.map((lane) => {
@@ -58,13 +58,13 @@
   // ---- the axis
   let knots = [[0, 0], [step, step]];
   function makeAxis() {
-    const skipped = gaps.reduce((sum, g) => sum + g[1] - g[0], 0);
-    const each = (step - skipped) * Math.min(0.04, 0.25 / Math.max(gaps.length, 1));
+    const skipped = gaps.reduce((sum, g) => sum + g[1] - g[0], 0), roots = gaps.reduce((sum, g) => sum + Math.sqrt(g[1] - g[0]), 0);
+    const shared = (step - skipped) * Math.min(0.04 * gaps.length, 0.35); // among the gaps, by the roots of their times
     let less = 0;
     knots = [[0, 0]];
     for (const [from, to] of folding.checked ? gaps : []) {
       knots.push([from, from - less]);
-      less += Math.max(0, to - from - each);
+      less += Math.max(0, to - from - (shared * Math.sqrt(to - from)) / roots);
       knots.push([to, to - less]);
     }
     knots.push([step, step - less]);
@@ -82,7 +82,7 @@
   const whole = () => knots[knots.length - 1][1];
 
   // ---- the view
-  let view = { from: 0, to: step }, chosen = -1, hovered = null, colors = {}, pending = false;
+  let view = { from: 0, to: step }, chosen = -1, hovered = null, colors = {}, ink = {}, pending = false;
   function setView(from, to) {
     const size = Math.min(Math.max(to - from, Math.min(200, whole())), whole());
     from = Math.min(Math.max(from, 0), whole() - size);
@@ -109,7 +109,11 @@
   function readColors() {
     const style = getComputedStyle(document.documentElement);
     const names = ["text", "dim", "line", "soft", "card", "accent", "exposed", "transfer", "memory", ...PHASES];
-    for (const name of names) colors[name] = style.getPropertyValue(`--${name.replace("_", "-")}`).trim();
+    for (const name of names) {
+      colors[name] = style.getPropertyValue(`--${name.replace("_", "-")}`).trim();
+      const [red, green, blue] = [1, 3, 5].map((k) => (parseInt(colors[name].slice(k, k + 2), 16) / 255) ** 2.2);
+      ink[name] = 0.21 * red + 0.72 * green + 0.07 * blue > 0.28 ? "#10151c" : "#fff"; // what can be read on it
+    }
   }
   function colorOf(n) {
     const kind = text("kind", n);
@@ -172,7 +176,7 @@
     const room = Math.floor((Math.min(x1, canvas.clientWidth) - from - 10) / 6.3);
     if (room < 4) return;
     const name = title(n);
-    pen.fillStyle = color[n] === "recompute" ? "#221a05" : "#fff";
+    pen.fillStyle = ink[color[n]];
     pen.font = "11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
     pen.fillText(name.length > room ? `${name.slice(0, room - 1)}…` : name, from + 5, y + high / 2 + 4);
   }
@@ -275,18 +279,20 @@
     pen.globalAlpha = 0.82;
     pen.fillRect(from, RULER, wide, bottom - RULER);
     pen.globalAlpha = 1;
-    pen.strokeStyle = colors.line;
-    pen.lineWidth = 1.5;
+    pen.strokeStyle = colors.dim;
+    pen.globalAlpha = 0.3;
+    pen.lineWidth = 1;
     pen.beginPath();
     for (let x = from - ((from + bottom) % 7) - bottom; x < from + wide; x += 7) {
       pen.moveTo(x, bottom);
       pen.lineTo(x + bottom, 0);
     }
     pen.stroke();
+    pen.globalAlpha = 1;
     const name = `×${times}`;
     pen.font = "600 11px system-ui, sans-serif";
     const size = pen.measureText(name).width;
-    if (wide > 11) { // upright where there is room, else along the band
+    if (wide >= 9) { // upright where there is room, else along the band
       pen.fillStyle = colors.text;
       pen.textAlign = "center";
       pen.textBaseline = "middle";
@@ -337,6 +343,7 @@
     while (number >= 1024 && k < 4) [number, k] = [number / 1024, k + 1];
     return `${number.toFixed(k ? 2 : 0)} ${units[k]}`;
   }
+  const arithmetic = (flops) => (flops >= 1e12 ? `${(flops / 1e12).toFixed(2)} TFLOP` : `${(flops / 1e9).toFixed(2)} GFLOP`);
   const title = (n) => text("tensor", n) || text("name", n);
   const times = (n) => n.toLocaleString("en", { maximumFractionDigits: 1 });
 
@@ -353,7 +360,7 @@
       const rate = kind !== "work" && length(source) ? ` at ${(spans.bytes[n] / length(source)).toFixed(1)} GB/s` : "";
       found.push([kind === "work" ? "HBM" : "bytes", bytes(spans.bytes[n]) + rate]);
     }
-    if (spans.flops[n]) found.push(["FLOPs", `${(spans.flops[n] / 1e9).toFixed(1)} G at ${(spans.flops[n] / time / 1e3).toFixed(0)} TFLOP/s`]);
+    if (spans.flops[n]) found.push(["FLOPs", `${arithmetic(spans.flops[n])} at ${(spans.flops[n] / time / 1e3).toFixed(0)} TFLOP/s`]);
     if (row) {
       const [all, exposed, number, window, windowTime] = row;
       if (windowTime) found.push(["window", `${duration(windowTime)} from start to done; work in it covers ${(100 * window).toFixed(0)} %`]);
@@ -495,7 +502,7 @@
 
   // ---- keys and buttons
   let rank = -1;
-  function longest(by) {
+  function largest(by) {
     if (!waits.length) return;
     rank = (rank + by + waits.length) % waits.length;
     $("rank").textContent = `${rank + 1}/${waits.length}`;
@@ -519,14 +526,14 @@
   const keys = {
     ArrowLeft: () => neighbour(-1), ArrowRight: () => neighbour(1), ArrowUp: () => neighbour(0, -1), ArrowDown: () => neighbour(0, 1),
     "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), 0: fit, Home: fit, a: () => move(-0.3), d: () => move(0.3),
-    n: () => longest(1), p: () => longest(-1), Escape: () => choose(-1), Enter: () => chosen >= 0 && showSpan(chosen),
+    n: () => largest(1), p: () => largest(-1), Escape: () => choose(-1), Enter: () => chosen >= 0 && showSpan(chosen),
   };
   canvas.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in keys)) return;
     keys[event.key]();
     event.preventDefault();
   });
-  const actions = { longest: () => longest(1), out: () => zoom(1 / 0.6), in: () => zoom(0.6), fit };
+  const actions = { largest: () => largest(1), out: () => zoom(1 / 0.6), in: () => zoom(0.6), fit };
   for (const button of document.querySelectorAll("[data-do]")) button.addEventListener("click", actions[button.dataset.do]);
   folding.addEventListener("change", () => {
     const from = unfold(view.from), to = unfold(view.to), all = view.to - view.from >= whole();
@@ -534,7 +541,7 @@
     if (all) fit(); else setView(fold(from), fold(to));
   });
   document.addEventListener("show-transfer", (event) => {
-    const n = firstOf.get(event.detail);
+    const n = shownFor.get(event.detail);
     if (n === undefined) return;
     showSpan(n);
     $("timeline").scrollIntoView({ block: "start" });
@@ -544,7 +551,7 @@
   // ---- begin
   document.querySelector(".tools").hidden = false;
   $("folding").hidden = !gaps.length;
-  document.querySelector("[data-do=longest]").hidden = !waits.length;
+  document.querySelector("[data-do=largest]").hidden = !waits.length;
   const drawn = new Set(color);
   for (const item of document.querySelectorAll(".legend [data-color]")) item.hidden = !drawn.has(item.dataset.color);
   document.querySelector(".legend .of-gaps").hidden = !gaps.length;
