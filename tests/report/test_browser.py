@@ -1,11 +1,9 @@
 """The report in a headless Chromium: it opens, tells what is under the pointer, zooms, sorts, and fetches nothing."""
 
-import sys
+import dataclasses
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from chromium import BINARY, Chromium
 from test_html import HOSTILE, compiled, plan, span, waiting
 
@@ -96,6 +94,19 @@ def test_exposed_time_has_its_colour(browser, tmp_path):
     assert browser.evaluate(pixel.format(0.055, 55)) == work
     assert browser.evaluate(pixel.format(0.098, 103)) == red, "a copy's exposed part, in its own lane"
     assert browser.evaluate(pixel.format(0.055, 103)) == hidden
+
+
+def test_paper_is_light(browser, tmp_path):
+    browser.open(write(tmp_path), dark=True)
+    background = "getComputedStyle(document.body).backgroundColor"
+    assert browser.evaluate(background) == "rgb(18, 21, 26)"
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.call("Emulation.setEmulatedMedia", media="print", features=dark)
+    browser.settle()
+    assert browser.evaluate(background) == "rgb(246, 247, 249)"
+    work = "[...document.getElementById('lanes').getContext('2d').getImageData(1, 40, 1, 1).data].slice(0, 3)"
+    assert browser.evaluate(work) == [0x5A, 0xA0, 0xDD], "the canvas is drawn anew"
+    browser.call("Emulation.setEmulatedMedia", media="", features=[])
 
 
 def test_wheel_zooms_at_the_pointer_and_dragging_moves(browser, tmp_path):
@@ -204,8 +215,6 @@ def test_hostile_names_are_shown_as_they_are(browser, tmp_path, name):
 
 
 def test_a_hundred_thousand_spans_stay_fluid(browser, tmp_path):
-    import dataclasses
-
     spans = [
         s
         for n in range(50_000)

@@ -509,6 +509,7 @@
     showSpan(waits[rank]);
   }
   function neighbour(by, lanesOn = 0) {
+    if (!count) return;
     if (chosen < 0) chosen = hit(canvas.clientWidth / 2, places[0].y)?.span ?? at[0]?.[0] ?? -1;
     else if (lanesOn) {
       const lane = (spans.lane[chosen] + lanesOn + lanes.length) % lanes.length;
@@ -561,6 +562,10 @@
     redraw();
   };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolor);
+  matchMedia("print").addEventListener("change", () => {
+    readColors(); // paper is light, and does not wait for a frame
+    draw();
+  });
   new ResizeObserver(redraw).observe(canvas);
   makeAxis();
   readColors();
