@@ -159,7 +159,7 @@
       if (wide >= 1.5) {
         pen.fillStyle = colors[name];
         pen.fillRect(x0, y, wide > 4 ? wide - 0.6 : wide, high);
-        if (labels && wide > 40) label(pen, n, x0, Math.max(0, x0), x1, y, high);
+        if (labels && wide > 40) label(pen, n, ink[name], Math.max(0, x0), x1, y, high);
         continue;
       }
       for (let x = Math.floor(x0); x <= Math.floor(x1); x++) {
@@ -172,11 +172,11 @@
     }
     flush();
   }
-  function label(pen, n, x0, from, x1, y, high) {
+  function label(pen, n, style, from, x1, y, high) {
     const room = Math.floor((Math.min(x1, canvas.clientWidth) - from - 10) / 6.3);
     if (room < 4) return;
     const name = title(n);
-    pen.fillStyle = ink[color[n]];
+    pen.fillStyle = style;
     pen.font = "11px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
     pen.fillText(name.length > room ? `${name.slice(0, room - 1)}…` : name, from + 5, y + high / 2 + 4);
   }
