@@ -1,6 +1,7 @@
 """The timeline of real compiled steps: one for GPUs that are not there, through the command line."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def folder(tmp_path_factory) -> Path:
         patch.setenv("JAX_PLATFORMS", "cpu")
         argv = ["timeline", *STEP, "--placement", "mlpwi_0=host", "-o", str(folder / "t.json")]
         argv += ["--perfetto", str(folder / "trace.json"), "--save_hlo", str(folder / "step.hlo")]
+        argv += ["--html", str(folder / "report.html")]
         assert main(argv) == 0
     return folder
 
@@ -51,6 +53,17 @@ def test_the_tensor_goes_to_the_host_and_comes_back_once_a_layer(made):
         assert sum(e.count for e in copies) == pytest.approx(12)
         # alone on the link: 8 MiB at 55 GB/s, and 5 us
         assert sum(e.time_s for e in copies) >= 12 * (1024 * 4096 * 2 / 55e9 + 5e-6) * (1 - 1e-9)
+
+
+def test_the_report_has_the_memory_table_and_the_curve_reaches_its_total(folder):
+    text = (folder / "report.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])  # pyright: ignore[reportOptionalSubscript]
+    rows = dict(re.findall(r"<td>([^<]*)</td><td class=\"n\">([\d.,]+)</td>", text.partition('id="memory"')[2]))
+    assert "weights" in rows and any("mlpwi_0" in name for name in rows)
+    most, gaps = max(data["memory"]["bytes"]) / 2**20, float(rows.get("gaps between buffers", 0))
+    total = float(re.search(r"<b class=\"good\">fits</b>: ([\d.]+) MiB", text)[1])  # pyright: ignore[reportOptionalSubscript]
+    assert most + gaps == pytest.approx(total, abs=1)
+    assert data["memory"]["time"] == sorted(data["memory"]["time"]) and data["memory"]["time"][0] == 0
 
 
 def test_flops_are_those_of_the_arithmetic(made):

@@ -7,6 +7,7 @@ import pytest
 from forebay.errors import UserError
 from forebay.xla.buffers import peak, read_assignment
 from forebay.xla.hlo import parse_module
+from forebay.xla.usage import usage
 
 # A loop that carries 100 bytes (init -> p -> updated -> loop) beside two temporaries of the body:
 # `a` lives while `b` starts, `c` comes after both and reuses the place of `a`.
@@ -96,6 +97,14 @@ LIVE = """\
 HloLiveRange (max 9):
   InstructionSequence:
     0:arg
+    1:init
+    2:p
+    3:a
+    4:b
+    5:c
+    6:updated
+    7:root
+    8:loop
   BufferLiveRange:
     arg{}:0-9
     init{}:1-2
@@ -146,6 +155,25 @@ def test_peak_counts_shared_bytes_once_and_the_rest_as_unused(dump):
     assert {v.name for v in carried.values} == {"init", "p", "updated", "loop"}
     assert carried.values[0].name == "p"  # the value that is live comes first
     assert {v.name for h in held for v in h.values if h.num_bytes == 40} == {"a"}
+
+
+def test_usage_over_the_schedule(dump):
+    # 100 of the argument, always; of the temporaries init, p, updated and loop have one place, and c has that of a
+    assignment = read_assignment(dump, parse_module(HLO))
+    temporaries = {
+        "arg": 0,
+        "init": 100,
+        "p": 100,
+        "a": 140,
+        "b": 160,
+        "c": 160,
+        "updated": 160,
+        "root": 100,
+        "loop": 100,
+    }
+    assert usage(assignment) == {name: 100 + size for name, size in temporaries.items()}
+    _, unused = peak(assignment, assignment.allocations[2])
+    assert max(usage(assignment).values()) + unused == 100 + 192
 
 
 def test_a_compiler_that_does_not_dump_is_an_error(tmp_path):

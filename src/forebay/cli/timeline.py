@@ -4,14 +4,18 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from forebay.cli.parse import check_file
 from forebay.errors import EXIT_OK, UserError
 from forebay.timeline import Timeline
-from forebay.train.config import ProgramConfig
+from forebay.train.config import AUTO, ProgramConfig
 from forebay.train.run_config import TrainConfig
+
+if TYPE_CHECKING:
+    from forebay.planner.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,7 @@ class TimelineConfig(ProgramConfig):
         memory_fraction: the share of HBM that XLA may use; by default what is usual on that machine.
         trip_count: how often loops run that do not say: a number for all, or while=number,while=number by name.
         json: print JSON (schema forebay.timeline/1) instead of tables.
+        html: a file for a report that opens in any browser and loads nothing.
         perfetto: a file for a trace that ui.perfetto.dev opens.
         save_hlo: a file for the HLO text of the step that was compiled.
         output: a file for the timeline as JSON (-o for short).
@@ -36,6 +41,7 @@ class TimelineConfig(ProgramConfig):
     memory_fraction: float | None = None
     trip_count: str = ""
     json: bool = False
+    html: str | None = None
     perfetto: str | None = None
     save_hlo: str | None = None
     output: str | None = None
@@ -49,45 +55,81 @@ SHORT = {"-o": "--output"}
 def run(config: TimelineConfig) -> int:
     """Simulates, prints, and returns 0."""
     from forebay.hardware import get_hardware
+    from forebay.planner.plan import Plan
     from forebay.report.console import make_console
+    from forebay.report.html import check_report_file, render
     from forebay.report.timeline import print_timeline
     from forebay.timeline.perfetto import trace
 
     hardware = get_hardware(config.hardware)
     if config.hlo is not None and config.save_hlo is not None:
         raise UserError("save_hlo is for a step that is compiled, and hlo is one already: leave one of them out")
-    for flag in ("perfetto", "save_hlo", "output"):
+    places: dict[Path, str] = {}
+    for flag in ("html", "perfetto", "save_hlo", "output"):
         if (file := getattr(config, flag)) is not None:
             check_file(flag, file)
+            other = places.setdefault(Path(file).resolve(), flag)
+            if other != flag:
+                raise UserError(f"{other} and {flag} are the same file, {file!r}: give each its own")
+    if config.html is not None:
+        check_report_file("html", config.html)
     trips = parse_trip_count(config.trip_count)
     if config.hlo is not None:
         from forebay.timeline.build import timeline
 
+        plan = None if config.plan == AUTO else Plan.load(config.plan)
         made = timeline(config.hlo, hardware, devices=config.devices, trip_counts=trips)
+        step = Step(made, Path(config.hlo).name, plan)
     else:
-        made = _compiled(config, trips)
+        step = _compiled(config, trips)
+        made = step.timeline
     if config.output is not None:
         made.save(config.output)
     if config.perfetto is not None:
         Path(config.perfetto).write_text(json.dumps(trace(made)))
+    if config.html is not None:
+        plan = None if step.plan is None else step.plan.to_json()
+        Path(config.html).write_text(
+            render(made, title=step.title, compiled=step.compiled, plan=plan, usage=step.usage), encoding="utf-8"
+        )
     if config.json:
         json.dump(made.to_json(), sys.stdout)
         print()
     else:
         console = make_console()
         print_timeline(made, console)
-        for file in (config.output, config.perfetto):
+        for file in (config.output, config.html, config.perfetto):
             if file is not None:
                 console.print(f"written to {file}", highlight=False)
     return EXIT_OK
 
 
-def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Timeline:
-    """The timeline of the step that the configuration describes, compiled for machines that are not there."""
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step's timeline and what a report says beside it.
+
+    Attributes:
+        title: the model's name, or the file's.
+        plan: that it was compiled under, None where it was given as HLO and without one.
+        compiled: as `forebay compile --json` has it; None where the step was given as HLO.
+        usage: bytes of device memory in use as each instruction runs; likewise.
+    """
+
+    timeline: Timeline
+    title: str
+    plan: "Plan | None"
+    compiled: Mapping[str, Any] | None = None
+    usage: Mapping[str, int] | None = None
+
+
+def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Step:
+    """The step that the configuration describes, compiled for machines that are not there."""
     from forebay.hardware import get_hardware
+    from forebay.report.memory import compile_json
     from forebay.timeline.build import timeline
     from forebay.train.planning import compile_program, planned_program
     from forebay.xla.topology import compile_only_devices
+    from forebay.xla.usage import usage
 
     hardware = get_hardware(config.hardware)
     devices = compile_only_devices(hardware, config.devices or 8)
@@ -101,7 +143,9 @@ def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Timeline:
     notes = [*made.assumptions, *program.notes(), *done.notes]
     if done.compiled.refused:
         notes.append(f"the compiler refused the step for lack of memory: {done.compiled.refused}")
-    return dataclasses.replace(made, assumptions=tuple(dict.fromkeys(notes)))
+    made = dataclasses.replace(made, assumptions=tuple(dict.fromkeys(notes)))
+    report = compile_json(done.compiled, program, hardware, config.memory_fraction, done.options)
+    return Step(made, program.model.name, program.plan, report, usage(done.compiled.assignment))
 
 
 def diff(argv: Sequence[str]) -> int:

@@ -236,6 +236,9 @@ def placement_changes(before: Any, after: Any) -> list[dict[str, Any]]:
 
 def _where(ranges: Sequence[Any], layer: int, tensor: str) -> str:
     placement = next((p for p in ranges if p.layers[0] <= layer < p.layers[1]), None)
-    if placement is None:
-        return "-"
-    return placement.tensors.get(tensor, "device" if "*" in placement.tensors else "recompute")
+    return "-" if placement is None else placed(placement.tensors, tensor)
+
+
+def placed(tensors: Mapping[str, str], tensor: str) -> str:
+    """Where a tensor is under a placement's `tensors`: those that are not named are recomputed, unless * says otherwise."""
+    return tensors.get(tensor, "device" if "*" in tensors else "recompute")

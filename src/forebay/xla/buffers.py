@@ -20,6 +20,7 @@ _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+)(?:, color (\d+))?(.*)$"
 _VALUE = re.compile(r"^ value: <(\d+) (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _VALUE_HEAD = re.compile(r"^<(\d+) ")
 _LIVE = re.compile(r"^\s+(\S+)\{([\d,]*)\}:(\d+)-(\d+)$")
+_POSITION = re.compile(r"^\s+(\d+):(\S+)$")
 _PLACE = re.compile(r"^  ([\w.\-]+)(?:, operand (\d+))?(?: \{([\d,]*)\})?$")
 
 
@@ -59,12 +60,14 @@ class Assignment:
     """All allocations of a module, and for each value the instruction it comes from and its aliases.
 
     `aliases[id]` is the ids of the values that XLA carries through the same loop variable, itself
-    included.
+    included. `sequence` is the schedule that live ranges count in: the instructions' names, those of a loop's body
+    before the loop.
     """
 
     allocations: tuple[Allocation, ...]
     origins: dict[int, str]
     aliases: dict[int, frozenset[int]]
+    sequence: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +86,9 @@ def read_assignment(dump: Path, module: Module) -> Assignment:
     """
     assignment = _one_file(dump, "*buffer-assignment.txt").read_text()
     origins, places = _read_values(_one_file(dump, "*buffer-assignment-values.txt").read_text())
-    live = _read_live_ranges(_one_file(dump, "*live-range.txt").read_text())
-    allocations = tuple(_read_allocations(assignment, live))
-    return Assignment(allocations, origins, _alias_classes(allocations, places, module))
+    ranges = _one_file(dump, "*live-range.txt").read_text()
+    allocations = tuple(_read_allocations(assignment, _read_live_ranges(ranges)))
+    return Assignment(allocations, origins, _alias_classes(allocations, places, module), _read_sequence(ranges))
 
 
 def peak(assignment: Assignment, allocation: Allocation) -> tuple[list[Held], int]:
@@ -169,6 +172,12 @@ def _read_live_ranges(text: str) -> dict[tuple[str, str], tuple[int, int]]:
         if match:
             ranges[match[1], match[2]] = (int(match[3]), int(match[4]))
     return ranges
+
+
+def _read_sequence(text: str) -> tuple[str, ...]:
+    start = text.find("InstructionSequence:")
+    lines = text[start : text.find("BufferLiveRange:", start)].splitlines()
+    return tuple(match[2] for line in lines if (match := _POSITION.match(line)))
 
 
 def _alias_classes(

@@ -62,6 +62,8 @@ class CompiledStep:
     versions: Mapping[str, str]
     module: Module = dataclasses.field(repr=False)
     """The optimised, scheduled program."""
+    assignment: Assignment = dataclasses.field(repr=False)
+    """Where its values are in memory, and when."""
 
     def peak_rows(self, memory: str) -> tuple[Row, ...]:
         """The rows of `device` or `host` memory; those of the device add up to `device.total`."""
@@ -126,6 +128,7 @@ def compile_step(
         refused=refused,
         versions=versions(),
         module=module,
+        assignment=assignment,
     )
 
 
