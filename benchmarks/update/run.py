@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import optax
 
 from forebay.hardware import get_hardware
-from forebay.offload.memories import local_bytes, settle
+from forebay.offload.memories import settle
 from forebay.offload.optimizer import streamed_update
 from forebay.offload.stream import cut
 from forebay.train.config import OptimizerConfig, ProgramConfig
 from forebay.train.program import Program, make_program
 from forebay.units import GiB
 from forebay.xla.compile import CompiledStep, compile_step, versions
+from forebay.xla.estimate import local_bytes
 from forebay.xla.options import compiler_options
 from forebay.xla.topology import compile_only_devices
 
@@ -52,7 +53,7 @@ def compile_update(program: Program, hardware: Any, *, whole: bool) -> CompiledS
             return optax.apply_updates(weights, updates), settle(new, hosted.optimizer), norm
         with jax.named_scope("optimizer"):
             weights, moments, _, norm = streamed_update(
-                program.optimizer, gradients, moments, weights, clip_norm=1.0, shardings=split.weights
+                program.optimizer, gradients, moments, weights, clip_norm=1.0, shardings=split.weights, checked=True
             )
         return weights, moments, norm
 

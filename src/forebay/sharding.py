@@ -100,6 +100,11 @@ class Sharding:
         """Into how many parts the logical axis is split."""
         return math.prod(self.mesh.shape[a] for a in self.mesh_axes(logical))
 
+    def about(self, size: int, logical: str, wanted: int) -> int:
+        """The least size from `wanted` on that the logical axis splits evenly, at most `size`."""
+        parts = self.size(logical)
+        return min(size, parts * -(-wanted // parts))
+
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         """The mesh axes larger than 1 that split `logical`."""
         if logical not in RULES:

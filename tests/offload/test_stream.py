@@ -146,3 +146,11 @@ def test_elementwise_optimizers_may_work_on_slices(optimizer):
 def test_optimizers_that_mix_elements_are_refused(optimizer, why):
     with pytest.raises(UserError, match=why):
         check_elementwise(optimizer, {"w": jax.ShapeDtypeStruct((8, 300, 300), jnp.float32)})
+
+
+def test_a_streamed_update_refuses_them_too():
+    weights = {"w": jnp.ones((8, 16))}
+    optimizer = optax.lamb(1e-3)
+    state = jax.tree.map(lambda x: on(x, "pinned_host" if x.ndim else "device"), optimizer.init(weights))
+    with pytest.raises(UserError, match="depends on other parts"):
+        jax.jit(lambda w, s: streamed_update(optimizer, w, s, w))(weights, state)

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from forebay.planner.hosted import LEAST_BYTES, choose_hosted, hosted_fraction
+from forebay.planner.hosted import LEAST_BYTES, choose_hosted
 
 MIB = 2**20
 
@@ -29,4 +29,3 @@ def test_at_least_the_share_is_moved_and_dropping_any_array_would_be_too_little(
     wanted = round(fraction * sum(sizes))
     assert moved >= wanted
     assert all(moved - s < wanted for s, h in zip(sizes, hosted, strict=True) if h)
-    assert hosted_fraction(sizes, hosted) == moved / sum(sizes)

@@ -117,7 +117,7 @@ def test_a_run_resumes_with_its_state_in_host_memory(tmp_path):
         c = TrainConfig(
             **{f.name: getattr(config(), f.name) for f in dataclasses.fields(ProgramConfig)} | changes.pop("program", {}),
             run_dir=str(tmp_path / name), data=DataConfig(path=str(tmp_path / "text.txt"), tokenizer="bytes"),
-            sample_tokens=0, validation_batches=0, tensorboard=False, **changes,
+            sample_tokens=2, validation_batches=1, tensorboard=False, **changes,
         )  # fmt: skip
         program = make_program(c, jax.devices()[:1])
         train(c, program, Console(file=io.StringIO()))

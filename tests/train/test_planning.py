@@ -1,5 +1,7 @@
 """Planning for the devices there are: host memory that a run cannot have is refused before it starts."""
 
+import dataclasses
+
 import pytest
 
 from forebay.errors import UserError
@@ -55,7 +57,20 @@ def test_the_host_bytes_of_a_plan_are_those_of_its_tensors():
         placement="decoder_layer_input=host,query_proj=host",
     )
     program = make_program(config, compile_only_devices(get_hardware("h200"), 8))
-    assert planned_host_bytes(program) == 2 * 2 * 8192 * 4096 * 2
+    activations = 2 * 2 * 8192 * 4096 * 2
+    assert planned_host_bytes(program) == activations
+    # float32 moments of the weights that are split over 8 devices; those of norms are small and stay
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+    weights = (2 * layer + 2 * 128256 * 4096) * 4 // 8
+    devices = compile_only_devices(get_hardware("h200"), 8)
+    program = make_program(dataclasses.replace(config, optimizer_host_fraction=1.0), devices)
+    assert planned_host_bytes(program) == activations + 2 * weights
+    hosted = {
+        "parameters_host_fraction": 1.0,
+        "master_weights": "host",
+    }  # bfloat16 copies come in, and gradients go out
+    program = make_program(dataclasses.replace(config, **hosted), devices)
+    assert planned_host_bytes(program) == activations + 2 * (2 * layer * 2 // 8) + weights
 
 
 def test_a_cpu_keeps_everything_and_says_that_nothing_was_checked():

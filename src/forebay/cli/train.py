@@ -39,7 +39,7 @@ def run(config: TrainConfig) -> int:
         console.print(f"  {describe_placement(placement)}", highlight=False, style="dim")
     for note in [*program.plan.notes, *program.notes()]:
         console.print(f"note: {note}", style="yellow", highlight=False)
-    if devices[0].platform == "cpu" and program.plan.offloads:
+    if devices[0].platform == "cpu" and program.offloads:
         console.print(
             "note: on the CPU host memory is device memory: offloading is exercised, nothing moves", style="yellow"
         )

@@ -1,15 +1,8 @@
-"""Arrays of a training state in host memory: their bytes, and how jax is told."""
+"""Arrays of a training state in host memory: how jax is told."""
 
-import math
 from typing import Any
 
 import jax
-
-
-def local_bytes(shapes: Any, shardings: Any) -> list[int]:
-    """Bytes on one device of each array of a tree."""
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    return [math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in pairs]
 
 
 def with_memory(shardings: Any, hosted: Any) -> Any:

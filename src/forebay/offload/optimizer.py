@@ -25,6 +25,7 @@ def streamed_update(
     clip_norm: float = 0.0,
     shardings: Any = None,
     copies: Any = None,
+    checked: bool = False,
 ) -> tuple[Any, Any, Any, jax.Array]:
     """One update of `weights`, each array staying in the memory in which it is.
 
@@ -32,16 +33,20 @@ def streamed_update(
     and go out one after another (`forebay.offload.stream`); all others at once, as optax does.
 
     Args:
-        optimizer: an elementwise optax optimizer; the caller has checked it (`check_elementwise`).
+        optimizer: an elementwise optax optimizer.
         gradients: a tree like `weights`.
         state: the optimizer's state for `weights`.
         weights: a tree of arrays.
         clip_norm: gradients are scaled down to this global norm; 0 does not clip.
         shardings: a tree of shardings like `weights`, where these are split over devices.
         copies: a tree like `weights` in another dtype, rewritten with the new weights; None for none.
+        checked: whether the optimizer is known to be elementwise; otherwise `check_elementwise` is asked.
 
     Returns:
         The new weights, state and copies, and the gradients' global norm before clipping.
+
+    Raises:
+        UserError: something is in host memory, and the optimizer is not elementwise.
     """
     norm = global_norm(gradients, shardings)
 
@@ -62,6 +67,9 @@ def streamed_update(
         for i, w in enumerate(leaves)
     ]
     streamed = [any(on_host(x) for x in a.values()) for a in arrays]
+    if any(streamed) and not checked:
+        with jax.ensure_compile_time_eval():
+            check_elementwise(optimizer, jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), weights))
 
     def at(updated: list[dict[str, Any] | None]) -> tuple[list[dict[str, Any]], Any]:
         """The update of the weights that are given; the others have no elements."""

@@ -143,6 +143,7 @@ def build(
         update_slices_bytes=UPDATE_SLICES * SLICE_BYTES,
         weights_host_bytes=on_host + hosted_masters,
         gradients_host_bytes=on_host + sums,
+        sums_host_bytes=sums,
     )
     return Costed(graph, rates, problem)
 

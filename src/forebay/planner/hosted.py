@@ -29,8 +29,3 @@ def choose_hosted(sizes: Sequence[int], fraction: float) -> list[bool]:
             missing -= sizes[left[0]]
         left = left[1:]
     return [i in chosen for i in range(len(sizes))]
-
-
-def hosted_fraction(sizes: Sequence[int], hosted: Sequence[bool]) -> float:
-    """The share of all bytes that is in host memory."""
-    return sum(s for s, h in zip(sizes, hosted, strict=True) if h) / max(1, sum(sizes))

@@ -116,12 +116,13 @@ class Problem:
         correction_bytes: what the compiler was found to need beyond this account of the device.
         least_offload_bytes: tensors smaller than this per layer are not moved.
         state_sizes: the arrays of the optimizer's state; all of them are in `fixed_bytes`.
-        state_host_fraction: the share of them in host memory (`forebay.offload.memories.choose_hosted`); None leaves
+        state_host_fraction: the share of them in host memory (`forebay.planner.hosted.choose_hosted`); None leaves
             it to the solver.
         update_slices_bytes: on the device during an update of anything in host memory: slices coming in, worked on,
             going out.
         weights_host_bytes: weights in host memory, which are not in `fixed_bytes`.
-        gradients_host_bytes: their gradients, which are not in any `gradient_bytes`.
+        gradients_host_bytes: their gradients, which are not in any `gradient_bytes`, and sums of gradients.
+        sums_host_bytes: of these the sums over microbatches, which come in and go out after each.
     """
 
     stacks: tuple[LayerProblem, ...]
@@ -142,6 +143,7 @@ class Problem:
     update_slices_bytes: int = 0
     weights_host_bytes: int = 0
     gradients_host_bytes: int = 0
+    sums_host_bytes: int = 0
 
     @property
     def state_host_bytes(self) -> int:
@@ -172,7 +174,7 @@ class Problem:
     @property
     def update_bytes(self) -> float:
         """On the device while the optimizer updates: what stays, all gradients, and slices of what does not stay."""
-        streamed = self.state_host_bytes + self.weights_host_bytes
+        streamed = self.base_host_bytes
         slices = self.update_slices_bytes if streamed else 0
         stays = self.fixed_bytes - self.state_host_bytes
         return stays + self.gradient_bytes + self.outside_gradient_bytes + slices
@@ -298,14 +300,16 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
     points.append((problem.update_bytes, "the update"))
     device, where = max(points)
     m = problem.microbatches
+    slower = min(problem.d2h_bytes_per_s, problem.h2d_bytes_per_s)
+    sums = _copy_s(problem.sums_host_bytes, slower)
     out, back = problem.update_copies(problem.state_host_bytes)
     out, back = _copy_s(out, problem.d2h_bytes_per_s), _copy_s(back, problem.h2d_bytes_per_s)
     return Predicted(
-        m * step + max(problem.update_s, out, back),
+        m * (step + sums) + max(problem.update_s, out, back),
         device,
         host + problem.base_host_bytes,
         m * recompute,
         m * exposed_d2h + (max(0.0, out - problem.update_s) if out > back else 0.0),  # both ways at once: one waits
-        m * exposed_h2d + (max(0.0, back - problem.update_s) if back >= out else 0.0),
+        m * (exposed_h2d + sums) + (max(0.0, back - problem.update_s) if back >= out else 0.0),
         where,
     )

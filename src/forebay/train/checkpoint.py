@@ -101,18 +101,15 @@ def _shapes(state: TrainState) -> dict[str, list[int]]:
 
 def _checksums(state: TrainState) -> dict[str, int]:
     """For each array the sum of its elements' bits modulo 2^32: a storage's flipped bit would else pass for a weight."""
-    return {
-        jax.tree_util.keystr(path): int(s) for path, s in jax.tree.leaves_with_path(jax.device_get(_bit_sums(state)))
-    }
+    # one after another: all of what lives in host memory may be too much for the device at once
+    return {jax.tree_util.keystr(path): int(_bit_sum(x)) for path, x in jax.tree.leaves_with_path(state)}
 
 
 @jax.jit
-def _bit_sums(tree: Any) -> Any:
-    def bit_sum(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        return jnp.sum(bits, dtype=jnp.uint32)
-
-    return jax.tree.map(bit_sum, tree)
+def _bit_sum(x: jax.Array) -> jax.Array:
+    x = jax.device_put(x, jax.memory.Space.Device)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return jnp.sum(bits, dtype=jnp.uint32)
 
 
 def _check_shapes(saved: dict[str, Any], program: Program, where: Path) -> None:

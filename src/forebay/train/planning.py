@@ -149,13 +149,13 @@ def run_options(program: Program, hardware: Hardware | None) -> tuple[dict[str, 
     """Compiler options to run the program with on the devices there are, of `hardware` if that is known, and what
     this build could not do of them.
 
-    A program that moves activations is compiled and its copies are looked at first; they may need other options
+    A program that moves anything to the host is compiled and its copies are looked at first; they may need other options
     than the first choice.
 
     Raises:
         WrongNumbersError: what was compiled cannot compute the right numbers.
     """
-    if program.sharding.mesh.devices.flat[0].platform == "cpu" or not program.plan.offloads:
+    if program.sharding.mesh.devices.flat[0].platform == "cpu" or not program.offloads:
         return step_options(program, hardware, deviceless=False)
     done = compile_program(program, hardware, deviceless=False)
     if done.compiled.violations:
@@ -246,16 +246,18 @@ def check_host_memory(program: Program, devices: Sequence[Any]) -> None:
         UserError: names the limit and the variable or the setting to change.
     """
     platform = devices[0].platform
-    if program.plan.offloads and platform != "cpu":
+    if program.offloads and platform != "cpu":
         here = sum(d.process_index == devices[0].process_index for d in devices)
         refuse_host_bytes(planned_host_bytes(program) * here, here, platform)
 
 
 def planned_host_bytes(program: Program) -> int:
-    """What the plan keeps on the host, per device: of one microbatch at a time."""
+    """What the program keeps on the host, per device: activations of one microbatch at a time, and what lives there
+    between steps."""
     hardware = cpu_hardware()  # bytes do not depend on it
-    problem = cost_program(program, hardware, hardware.hbm_bytes, hardware.hbm_bytes).problem
-    return sum(
+    memory, fraction = hardware.hbm_bytes, program.plan.optimizer_host_fraction
+    problem = cost_program(program, hardware, memory, memory, fraction).problem
+    return problem.base_host_bytes + sum(
         (p.layers[1] - p.layers[0]) * layer_cost(problem.stack(p.stack), p.tensors).host_bytes
         for p in program.plan.placements
     )

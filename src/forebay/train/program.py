@@ -17,7 +17,7 @@ from forebay.errors import UserError, unknown
 from forebay.graph.residuals import BlockNames, block_names
 from forebay.models.registry import Model, fingerprint, get_model
 from forebay.offload import scan_layers
-from forebay.offload.memories import local_bytes, settle, with_memory
+from forebay.offload.memories import settle, with_memory
 from forebay.offload.optimizer import add_streamed, streamed_update
 from forebay.ops.attention import KernelChoice, choose_kernel
 from forebay.ops.cross_entropy import CHUNKINGS, choose_chunking
@@ -33,6 +33,7 @@ from forebay.train.state import (
     make_optimizer,
     optimizer_shardings,
 )
+from forebay.xla.estimate import local_bytes
 
 LONGEST_SEQUENCE = 2**24
 """Attention visits pairs of blocks of 512 tokens; beyond this their list alone would take gigabytes."""
@@ -249,7 +250,7 @@ class Program:
         with jax.named_scope("optimizer"):
             weights, optimizer, copies, norm = streamed_update(
                 self.optimizer, gradients, state.optimizer, state.weights if copies is None else state.master,
-                clip_norm=self.config.optimizer.clip_norm, shardings=self._split.weights, copies=copies,
+                clip_norm=self.config.optimizer.clip_norm, shardings=self._split.weights, copies=copies, checked=True,
             )  # fmt: skip
             learning_rate = learning_rate_schedule(self.config.optimizer, self.config.steps)(state.step)
             weights = self.model.after_update(weights, aux)

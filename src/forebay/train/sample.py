@@ -27,6 +27,7 @@ def sample(
 
     @jax.jit
     def next_token(weights: object, context: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
+        weights = jax.device_put(weights, jax.memory.Space.Device)  # those of layers may live in host memory
         tiled = jnp.broadcast_to(context, (rows, window))
         logits = program.model.logits(weights, tiled, sharding=program.sharding, dtype=program.dtype)[0, last, :vocab]
         drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))

@@ -7,10 +7,15 @@ from typing import Any
 import jax
 
 
+def local_bytes(shapes: Any, shardings: Any) -> list[int]:
+    """Bytes on one device of each array of a tree."""
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return [math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in pairs]
+
+
 def argument_bytes(shapes: Any, shardings: Any, hosted: Sequence[bool] | None = None) -> int:
     """Bytes of a pytree of arrays on one device, less those that are `hosted`."""
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    sizes = [math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize for x, sharding in pairs]
+    sizes = local_bytes(shapes, shardings)
     return sum(s for s, h in zip(sizes, hosted or [False] * len(sizes), strict=True) if not h)
 
 

@@ -34,7 +34,8 @@ SCOPE = re.compile(r"\b(?:save|load):([^/:]+):([\w.\-]+)")
 WEIGHT, GRADIENT = "weight.", "gradient."
 """What the names of weights and gradients begin with, where these are in host memory; those of activations are plain."""
 
-UPDATE = "update"
+UPDATE = "optimizer update"
+"""In place of a stack, for copies of what is streamed through the device."""
 UPDATE_SCOPE = re.compile(r"\bupdate:([\w.\-]+)")
 """The scope around what is streamed through the device: the name of the array."""
 

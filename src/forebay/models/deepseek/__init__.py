@@ -45,11 +45,7 @@ class DeepSeek:
         return self.config.embed, self.config.vocab
 
     def small_sizes(self, layers: Mapping[str, int], sharding: Sharding) -> Mapping[str, Any]:
-        def about(size: int, axis: str, wanted: int) -> int:
-            parts = sharding.size(axis)
-            return min(size, parts * -(-wanted // parts))
-
-        c = self.config
+        c, about = self.config, sharding.about
         dense = layers.get("dense_layers", 0)
         # two experts of each group on each device, and as many chosen as there may be
         groups = c.expert_groups

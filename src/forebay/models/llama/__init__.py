@@ -41,11 +41,7 @@ class Llama:
         return self.config.embed, self.config.vocab
 
     def small_sizes(self, layers: Mapping[str, int], sharding: Sharding) -> Mapping[str, Any]:
-        def about(size: int, axis: str, wanted: int) -> int:
-            parts = sharding.size(axis)
-            return min(size, parts * -(-wanted // parts))
-
-        c = self.config
+        c, about = self.config, sharding.about
         kv_heads = about(c.kv_heads, "kv_heads", 1)
         return {
             "layers": layers["layers"], "vocab": about(c.vocab, "vocab", 1024), "embed": about(c.embed, "embed", 256),
