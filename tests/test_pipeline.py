@@ -49,7 +49,6 @@ def plan(mesh):
     return forebay.plan(loss, *program(mesh), hardware="h200", mesh=mesh, optimizer=optax.adamw(1e-3), hbm="1.1GiB")
 
 
-@pytest.mark.xdist_group("pipeline")
 def test_a_plan_is_compiled_fits_and_says_why(plan):
     assert plan.verified
     assert plan.compiled["device_bytes"]["total"] == plan.predicted["device_bytes"] <= 1.1 * GIB
@@ -64,7 +63,6 @@ def test_a_plan_is_compiled_fits_and_says_why(plan):
     assert "dot_0" in plan.explain() and "compiled and fits" in plan.explain()
 
 
-@pytest.mark.xdist_group("pipeline")
 def test_a_plan_survives_its_file(plan, tmp_path):
     file = tmp_path / "plan.json"
     plan.save(file)
@@ -74,7 +72,6 @@ def test_a_plan_survives_its_file(plan, tmp_path):
     assert again.to_json() == json.loads(json.dumps(plan.to_json()))
 
 
-@pytest.mark.xdist_group("pipeline")
 def test_less_memory_is_a_slower_plan_that_still_fits(plan, mesh):
     small = forebay.plan(loss, *program(mesh), hardware="h200", mesh=mesh, optimizer=optax.adamw(1e-3), hbm="0.6GiB")
     assert small.verified and small.predicted and plan.predicted

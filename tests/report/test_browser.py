@@ -11,7 +11,6 @@ from forebay.report.html import render
 
 pytestmark = [
     pytest.mark.skipif(BINARY is None, reason="no Chromium is installed"),
-    pytest.mark.xdist_group("chromium"),
 ]
 USAGE = {"dot.1": 5 * 2**30}
 

@@ -32,7 +32,6 @@ from forebay.train.run_config import TrainConfig
 from forebay.train.sample import sample
 
 pytestmark = [
-    pytest.mark.xdist_group("runs"),  # in one process, which compiles once: see `compile_once`
     # Orbax leaves reads behind when one of them fails
     pytest.mark.filterwarnings("ignore:Exception ignored in. <coroutine object _read_array"),
 ]

@@ -19,8 +19,6 @@ from forebay.xla.compile import CompiledStep, compile_step
 from forebay.xla.options import compiler_options
 from forebay.xla.topology import compile_only_devices
 
-pytestmark = pytest.mark.xdist_group("steps")  # the compiled steps are shared between tests of one process
-
 LAYERS, EMBED, HEADS, KV_HEADS, HEAD, MLP, VOCAB = 6, 1024, 8, 8, 128, 2048, 4096  # whole tiles on a TPU: no padding
 SIZES = {
     "layers": LAYERS, "embed": EMBED, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD, "mlp": MLP,

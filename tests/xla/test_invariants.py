@@ -68,9 +68,6 @@ def replaced(text: str, old: str, new: str) -> str:
     return changed
 
 
-pytestmark = pytest.mark.xdist_group("invariants")  # the compiled programs are shared
-
-
 # 15 to 17 layers: loops of odd and even lengths, of which up to three iterations are peeled off and the rest paired
 @pytest.mark.parametrize("layers", [1, 2, 3, 15, 16, 17])
 def test_a_right_program_passes(layers):

@@ -258,7 +258,6 @@ def test_the_rule_that_broke_is_told():
 # ------------------------------------------------------------------ a real compile
 
 
-@pytest.mark.xdist_group("steps")
 def test_a_small_llama_on_a_gpu_that_is_not_there_hides_all_its_copies():
     layers = 6
     sizes = {"layers": layers, "embed": 512, "heads": 4, "kv_heads": 4, "head_dim": 128, "mlp": 1024, "vocab": 1024}
