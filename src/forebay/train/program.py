@@ -38,6 +38,8 @@ from forebay.xla.estimate import local_bytes
 LONGEST_SEQUENCE = 2**24
 """Attention visits pairs of blocks of 512 tokens; beyond this their list alone would take gigabytes."""
 MEMORIES = ("device", "host")
+AT_ONCE_BYTES = 2**32
+"""What is made on a device at once of a new state that lives in host memory."""
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 
@@ -169,8 +171,8 @@ class Program:
         return self._make_state(lambda weights: self._initial_state(on_device(weights)), weights)
 
     def _make_state(self, make: Callable[[Any], TrainState], argument: Any) -> TrainState:
-        """The arrays on the device at once, those in host memory one after another: together they may be too large
-        for the device."""
+        """The arrays on the device at once, those in host memory a few at a time: together they may be too large for
+        the device."""
         shardings, hosted = jax.tree.leaves(self.state_shardings), jax.tree.leaves(self.hosted)
         treedef = jax.tree.structure(self.abstract_state)
 
@@ -181,8 +183,16 @@ class Program:
             return zip(chosen, pick(argument), strict=True)
 
         leaves = dict(some([i for i, h in enumerate(hosted) if not h]))
+        group, size = [], 0
+        sizes = local_bytes(self.abstract_state, self._split)
         for i in (i for i, h in enumerate(hosted) if h):
-            leaves |= dict(some([i]))
+            if group and size + sizes[i] > AT_ONCE_BYTES:
+                leaves |= dict(some(group))
+                group, size = [], 0
+            group.append(i)
+            size += sizes[i]
+        if group:
+            leaves |= dict(some(group))
         return jax.tree.unflatten(treedef, [leaves[i] for i in range(len(hosted))])
 
     def loss(self, weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
