@@ -76,7 +76,7 @@ def test_a_plan_that_the_compiler_makes_too_large_is_replaced_by_one_that_fits()
 
 def test_room_that_the_account_did_not_see_is_used():
     """The compiler needs 4 GiB less than the account: the second plan recomputes less."""
-    p = tight(16, fixed_bytes=4 * GIB)
+    p = tight(12, fixed_bytes=4 * GIB)
     compiler = Compiler(p, more=-4 * GIB)
     found = search(fake(p), compiler, margin=0)
     assert found.compiles >= 2

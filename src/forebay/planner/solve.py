@@ -147,6 +147,7 @@ def solve(
         s.stack: _stack(program, problem, s, min(variants, s.layers, s.most_ranges or variants), scale)
         for s in problem.stacks
     }
+    _boundary(program, problem, ranges[problem.stacks[-1].stack], scale)
     state = _state(program, problem, scale)
     _memory(program, problem, ranges, state)
     values, gap = program.solve(time_limit_s, relative_gap)
@@ -157,14 +158,17 @@ def solve(
         fraction = 0.0 if state is None else min(1.0, max(0.0, values[state]) * _GIB / sum(problem.state_sizes))
         problem = dataclasses.replace(problem, state_host_fraction=0.0 if fraction < 1e-9 else fraction)
     placements = tuple(p for s in problem.stacks for p in _placements(s, ranges[s.stack], values))
-    placements = _merge(_explicit(problem, p) for p in settle(problem, placements))
+    placements = settle(problem, placements)
+    if variants > 1:
+        placements = keep_last(problem, placements)
+    placements = _merge(_explicit(problem, p) for p in placements)
     return Solution(placements, evaluate(problem, placements), gap, problem.state_host_fraction or 0.0)
 
 
 def settle(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """Of plans that are equally fast, one that recomputes least, then moves least, then stores least.
 
-    Single changes are tried until none helps. What waits for the weights anyway could recompute for
+    Single changes, and moving all that is recomputed, are tried until none helps. What waits for the weights anyway could recompute for
     nothing; it should not.
     """
 
@@ -188,10 +192,32 @@ def settle(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placeme
     return placements
 
 
+def keep_last(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """The placements with the last layer before the loss a range of its own that moves nothing, where that is faster.
+
+    It is one range more than the program was given, for one layer: as a range like the others it would take the
+    solver ten times as long.
+    """
+    *before, last = placements
+    first, past_last = last.layers
+    on_device = {name: "device" if where == "host" else where for name, where in last.tensors.items()}
+    if on_device == dict(last.tensors) or past_last - first < 2 or problem.stacks[-1].most_ranges == 1:
+        return placements
+    kept = (
+        *before,
+        dataclasses.replace(last, layers=(first, past_last - 1)),
+        dataclasses.replace(last, layers=(past_last - 1, past_last), tensors=on_device),
+    )
+    found = evaluate(problem, kept)
+    return kept if found.fits(problem) and found.step_s < evaluate(problem, placements).step_s else placements
+
+
 def _changes(problem: Problem, placement: Placement) -> Iterable[dict[str, str]]:
     stack = problem.stack(placement.stack)
     if EVERYTHING not in placement.tensors:
         yield {EVERYTHING: "device"}
+    movable = {n: "host" for n in stack.names if problem.may_offload(stack, n)}
+    yield movable | dict(placement.tensors)  # which frees memory only when it is all of it
     for name in stack.names:
         others = {n: w for n, w in placement.tensors.items() if n != name}
         yield others
@@ -290,9 +316,15 @@ def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: floa
         program.at_most([*((size * out, v) for size, v in host_bytes), (-1, forward)], 0)
         fetched = (stack.fetched_bytes / _GIB * back, n)
         program.at_most([*((size * back, v) for size, v in host_bytes), fetched, (-1, backward)], 0)
-        for size, v in in_flight:
-            program.cost[v] += size * back
     return _Range(n, used, device, host, everything, device_bytes, host_bytes, in_flight)
+
+
+def _boundary(program: _Program, problem: Problem, ranges: list[_Range], scale: float) -> None:
+    """What the last range before the loss moves of one layer is waited for."""
+    for r, after in itertools.zip_longest(ranges, ranges[1:]):
+        for size, host in r.in_flight:
+            exposed = program.variable(1, cost=size * _GIB / problem.d2h_bytes_per_s / scale)
+            program.at_most([(1, host), (-1, exposed), *([(-1, after.used)] if after else [])], 0)
 
 
 def _state(program: _Program, problem: Problem, scale: float) -> int | None:
