@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from forebay.errors import UserError
-from forebay.planner import hosted
 from forebay.train import program as programs
 from forebay.train.config import OptimizerConfig, ProgramConfig
 from forebay.train.data import DataConfig
@@ -26,8 +25,7 @@ SIZES = {"layers": 3, "embed": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "m
 
 @pytest.fixture(autouse=True)
 def nothing_is_too_small(monkeypatch):
-    for module in (hosted, programs):
-        monkeypatch.setattr(module, "LEAST_BYTES", 1)
+    monkeypatch.setattr(programs, "Program", functools.partial(programs.Program, least_host_bytes=1))
 
 
 def config(**changes) -> ProgramConfig:

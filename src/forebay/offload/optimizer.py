@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from forebay.errors import UserError
-from forebay.offload.stream import Cut, cut, on_host, stream
+from forebay.offload.stream import SLICE_BYTES, Cut, cut, on_host, stream
 
 
 def streamed_update(
@@ -26,6 +26,7 @@ def streamed_update(
     shardings: Any = None,
     copies: Any = None,
     checked: bool = False,
+    slice_bytes: int = SLICE_BYTES,
 ) -> tuple[Any, Any, Any, jax.Array]:
     """One update of `weights`, each array staying in the memory in which it is.
 
@@ -41,6 +42,7 @@ def streamed_update(
         shardings: a tree of shardings like `weights`, where these are split over devices.
         copies: a tree like `weights` in another dtype, rewritten with the new weights; None for none.
         checked: whether the optimizer is known to be elementwise; otherwise `check_elementwise` is asked.
+        slice_bytes: the most that a slice of one array takes on a device.
 
     Returns:
         The new weights, state and copies, and the gradients' global norm before clipping.
@@ -48,7 +50,7 @@ def streamed_update(
     Raises:
         UserError: something is in host memory, and the optimizer is not elementwise.
     """
-    norm = global_norm(gradients, shardings)
+    norm = global_norm(gradients, shardings, slice_bytes)
 
     def update(gradients: Any, state: Any, weights: Any) -> tuple[Any, Any]:
         if clip_norm > 0:  # as optax.clip_by_global_norm
@@ -93,7 +95,7 @@ def streamed_update(
             results[i] = after = stream(
                 lambda parts, i=i: at([dict(parts) if n == i else None for n in range(len(leaves))])[0][i],
                 arrays[i],
-                _cut(w, split[i]),
+                _cut(w, split[i], slice_bytes),
                 [name for name in arrays[i] if name != "gradient"],
                 leaf_name(path),
                 after,
@@ -104,7 +106,7 @@ def streamed_update(
     return unflatten([r["weight"] for r in results]), new_state, new_copies, norm
 
 
-def add_streamed(sums: Any, parts: Any, scale: float, shardings: Any = None) -> Any:
+def add_streamed(sums: Any, parts: Any, scale: float, shardings: Any = None, slice_bytes: int = SLICE_BYTES) -> Any:
     """`sums + scale * parts`, array by array, each sum staying in the memory in which it is."""
     leaves = jax.tree.leaves_with_path(sums)
     split = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
@@ -116,14 +118,14 @@ def add_streamed(sums: Any, parts: Any, scale: float, shardings: Any = None) -> 
     for (path, total), part, sharding in zip(leaves, jax.tree.leaves(parts), split, strict=True):
         arrays = {"sum": total, "part": part}
         if on_host(total) or on_host(part):
-            after = stream(add, arrays, _cut(total, sharding), ["sum"], leaf_name(path), after)
+            after = stream(add, arrays, _cut(total, sharding, slice_bytes), ["sum"], leaf_name(path), after)
             added.append(after["sum"])
         else:
             added.append(add(arrays)["sum"])
     return jax.tree.unflatten(jax.tree.structure(sums), added)
 
 
-def global_norm(tree: Any, shardings: Any = None) -> jax.Array:
+def global_norm(tree: Any, shardings: Any = None, slice_bytes: int = SLICE_BYTES) -> jax.Array:
     """The root of the sum of squares of all elements, float32; arrays in host memory come in by slices."""
     leaves = jax.tree.leaves_with_path(tree)
     split = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
@@ -131,7 +133,7 @@ def global_norm(tree: Any, shardings: Any = None) -> jax.Array:
     for (path, x), sharding in zip(leaves, split, strict=True):
         if on_host(x):
             x, total = jax.lax.optimization_barrier((x, total))  # one array after another: see `stream`
-            total = total + _sum_of_squares(x, _cut(x, sharding), leaf_name(path))
+            total = total + _sum_of_squares(x, _cut(x, sharding, slice_bytes), leaf_name(path))
     return jnp.sqrt(jnp.asarray(total, jnp.float32))
 
 
@@ -151,8 +153,8 @@ def _sum_of_squares(x: jax.Array, how: Cut, scope: str) -> jax.Array:
     return jax.lax.while_loop(lambda s: s[0] < how.count, body, (jnp.int32(0), jnp.float32(0), take(0)))[1]
 
 
-def _cut(x: jax.Array, sharding: Any) -> Cut:
-    return cut(x.shape, 4, sharding)  # moments are float32, whatever the weight is
+def _cut(x: jax.Array, sharding: Any, slice_bytes: int) -> Cut:
+    return cut(x.shape, 4, sharding, slice_bytes)  # moments are float32, whatever the weight is
 
 
 _NOBODY = -1

@@ -3,8 +3,9 @@
 Released compilers have given silently wrong gradients where activations come back from the host. What a
 compiled step looks like is checked at every compile (`xla.invariants`); what it computes only a device can
 tell. So before the first step of a run that offloads, a small program with the same layers and the same
-plan computes its loss and gradients twice, offloaded and not, and they are compared. A result is kept: the
-next run of the like on the same machine and versions does not compute it again.
+plan takes two steps, offloaded and not, and all that they leave is compared: losses, moments (of which the first is the
+gradients' sum), weights. A result is kept: the next run of the like on the same machine and versions does not
+compute it again.
 """
 
 import dataclasses
@@ -33,13 +34,17 @@ from forebay.xla.versions import versions
 SCHEMA = "forebay.parity/1"
 
 TOLERANCE = {"bfloat16": 2.0**-4, "float32": 2.0**-8}
-"""How far a gradient may be off, |offloaded - not| / |not| in the 2-norm of a leaf, by compute dtype; see `docs/overlap.md`."""
+"""How far a leaf may be off, |offloaded - not| / |not| in its 2-norm, by compute dtype; see `docs/overlap.md`."""
 
 _SHORT = 6
 """Layers of a range, at most, or one more where its number is odd: pipelined and double-buffered loops peel off
 up to three iterations and treat even and odd numbers of the rest differently."""
 
 _SEQUENCE = 512
+_STEPS = 2
+"""The second is the first that reads moments which another has written."""
+_SLICE_BYTES = 2**16
+"""Of the small instance's state: so that its arrays, too, come in and go out in several slices."""
 _LIVELY = 4.0
 """What the matrices of the layers are multiplied by, so that a layer's input is far from that of the layer before:
 otherwise one could be read for the other unnoticed."""
@@ -47,7 +52,7 @@ otherwise one could be read for the other unnoticed."""
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The leaf of loss and gradients that is off most, and by what part of its norm."""
+    """A leaf of what a step leaves, and by what part of its norm it is off."""
 
     leaf: str
     relative: float
@@ -62,13 +67,12 @@ class Checked:
 
 
 def needs_check(program: Program) -> bool:
-    """Whether a run of the program moves activations between memories."""
-    moves = any(p.names("host") for p in program.plan.placements)
-    return moves and program.sharding.mesh.devices.flat[0].platform != "cpu"
+    """Whether a run of the program moves anything between memories."""
+    return program.offloads and program.sharding.mesh.devices.flat[0].platform != "cpu"
 
 
 def check_numbers(program: Program, progress: Callable[[str], None] = silent) -> Checked:
-    """Compares loss and gradients of a small instance of `program` on its devices, offloaded and not.
+    """Compares steps of a small instance of `program` on its devices, offloaded and not.
 
     Raises:
         WrongNumbersError: they differ; names the leaf and the difference.
@@ -81,7 +85,7 @@ def check_numbers(program: Program, progress: Callable[[str], None] = silent) ->
     known = _from_first_process(_read(file, subject))
     if known is not None:
         return Checked(known, known=True)
-    progress("comparing gradients on the device, offloaded and not, on a small instance of the model")
+    progress("comparing steps on the device, offloaded and not, on a small instance of the model")
     found = differences(small, options)
     worst = max(found, key=lambda d: math.inf if math.isnan(d.relative) else d.relative)
     tolerance = TOLERANCE[program.config.dtype]
@@ -90,14 +94,18 @@ def check_numbers(program: Program, progress: Callable[[str], None] = silent) ->
         raise WrongNumbersError(
             f"offloading gives wrong numbers on {device.device_kind} with jax {jax.__version__}: {worst.leaf} is off by "
             f"{100 * worst.relative:.3g} % of its norm and may be off by {100 * tolerance:.3g} % (a small instance of the "
-            f"model, against the same without offloading): use another version of jax, or placement=minimal"
+            f"model, against the same without offloading): use another version of jax, or keep everything on "
+            f"the device (placement=minimal)"
         )
     _write(file, subject, worst)
     return Checked(worst, known=False)
 
 
 def miniature(program: Program) -> Program:
-    """A small program of the same family, mesh, dtype and kernel, with the ranges and placements of `program`'s plan."""
+    """A small program of the same family, mesh, dtype and kernel, with the ranges and placements of `program`'s plan.
+
+    Of what `program` has some of in host memory, optimizer state or weights, it has all there.
+    """
     config, sharding = program.config, program.sharding
     placements, layers = [], {}
     for stack in program.model.stacks:
@@ -115,43 +123,53 @@ def miniature(program: Program) -> Program:
         batch=accumulate * sharding.size("batch"), placement="", plan="auto",
     )  # fmt: skip
     made = make_program(small, list(sharding.mesh.devices.flat))
-    return dataclasses.replace(made, plan=dataclasses.replace(made.plan, placements=tuple(placements)))
+    plan = dataclasses.replace(
+        made.plan, placements=tuple(placements),
+        optimizer_host_fraction=float(program.plan.optimizer_host_fraction > 0),
+        parameters_host_fraction=float(program.plan.parameters_host_fraction > 0),
+    )  # fmt: skip
+    return dataclasses.replace(made, plan=plan, least_host_bytes=1, slice_bytes=_SLICE_BYTES)
 
 
 def differences(program: Program, options: Mapping[str, Any]) -> list[Difference]:
-    """How far each leaf of loss and gradients under the program's plan is from the same with nothing on the host.
+    """How far each leaf of what steps leave under the program's plan is from the same with nothing on the host.
 
     `options` are the compiler's for the program itself. Each leaf's difference is a part of its 2-norm;
     infinite or not a number where either is.
     """
-    kept = tuple(_on_device(p) for p in program.plan.placements)
-    reference = dataclasses.replace(program, plan=dataclasses.replace(program.plan, placements=kept))
-    weights_sharding, replicated = program.state_shardings.weights, program.sharding.named(())
+    reference = _all_on_device(program)
+    replicated = program.sharding.named(())
 
     def lively(key: jax.Array) -> Any:
         weights = program.model.init(key, jnp.float32)
         return jax.tree.map(lambda w: _LIVELY * w if w.ndim > 2 else w, weights)
 
-    weights = jax.jit(lively, out_shardings=weights_sharding)(jax.random.key(0))
-    batch = {
-        name: jax.make_array_from_callback(shape.shape, sharding, lambda index, a=tokens: a[index])
-        for (name, shape), sharding, tokens in zip(
-            program.abstract_batch.items(), program.batch_shardings.values(), _tokens(program), strict=True
-        )
-    }
+    weights = jax.jit(lively, out_shardings=reference.state_shardings.weights)(jax.random.key(0))
 
-    def run(program: Program, options: Mapping[str, Any]) -> Any:
-        compute = jax.jit(
-            program.aux_and_gradients, in_shardings=(weights_sharding, program.batch_shardings),
-            out_shardings=(replicated, weights_sharding), compiler_options=dict(options) or None,
-        )  # fmt: skip
-        return compute(weights, batch)
+    def run(program: Program, options: Mapping[str, Any]) -> dict[str, Any]:
+        step, state, told = program.jit_step(options), program.state_of(weights), []
+        for n in range(_STEPS):
+            state, metrics = step(state, _batch(program, n))
+            told.append({"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]})
+        return {"told": told, "state": jax.device_put(state, reference.state_shardings)}
 
     machine = machine_of(program.sharding.mesh.devices.flat[0])
     ours = run(program, options)
     expected = run(reference, run_options(reference, machine)[0])
     relative = jax.jit(lambda a, b: jax.tree.map(_relative, a, b), out_shardings=replicated)(ours, expected)
-    return [Difference(_leaf_name(path), float(value)) for path, value in jax.tree.leaves_with_path(relative)]
+    found = [(_leaf_name(path), float(value)) for path, value in jax.tree.leaves_with_path(relative)]
+    # a square is twice as far off as its root
+    return [Difference(leaf, value / 2 if ".nu." in leaf else value) for leaf, value in found]
+
+
+def _all_on_device(program: Program) -> Program:
+    placements = tuple(_on_device(p) for p in program.plan.placements)
+    plan = dataclasses.replace(
+        program.plan, placements=placements, optimizer_host_fraction=0.0, parameters_host_fraction=0.0
+    )
+    master = program.config.master_weights and "device"
+    config = dataclasses.replace(program.config, accumulate_on="device", master_weights=master)
+    return dataclasses.replace(program, config=config, plan=plan)
 
 
 def _relative(actual: jax.Array, expected: jax.Array) -> jax.Array:
@@ -164,11 +182,15 @@ def _on_device(placement: Placement) -> Placement:
     return dataclasses.replace(placement, tensors=tensors)
 
 
-def _tokens(program: Program) -> list[np.ndarray]:
-    """Inputs and targets, int32 `[batch, seq]`, the same in every process."""
+def _batch(program: Program, number: int) -> dict[str, jax.Array]:
+    """The batch of a step: random tokens, the same in every process."""
     shape = (program.config.batch, program.config.seq + 1)
-    ids = np.random.default_rng(0).integers(0, program.model.vocab, shape, np.int32)
-    return [ids[:, :-1], ids[:, 1:]]
+    ids = np.random.default_rng(number).integers(0, program.model.vocab, shape, np.int32)
+    tokens = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    return {
+        name: jax.make_array_from_callback(tokens[name].shape, sharding, lambda index, a=tokens[name]: a[index])
+        for name, sharding in program.batch_shardings.items()
+    }
 
 
 def _short(layers: int) -> int:
@@ -176,8 +198,12 @@ def _short(layers: int) -> int:
 
 
 def _leaf_name(path: Any) -> str:
-    first, *rest = path
-    return f"the gradient of {jax.tree_util.keystr(tuple(rest)).lstrip('.')}" if first.idx else "the loss"
+    """`the loss of step 1`, or a place in the training state: `weights.layers.gate_DF`, `optimizer.mu.layers.gate_DF`."""
+    kind, *rest = path
+    if kind.key == "told":
+        return f"the {'loss' if rest[1].key == 'loss' else 'gradient norm'} of step {rest[0].idx + 1}"
+    names = [getattr(k, "name", getattr(k, "key", None)) for k in rest]
+    return ".".join(str(n) for n in names if n is not None)  # without places in optax's chain
 
 
 def _subject(program: Program, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,6 +226,12 @@ def _subject(program: Program, options: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": program.config.dtype,
         "attention": program.kernel.compiled,
         "placements": program.plan.to_json()["placements"],
+        "on_host": {
+            "optimizer": program.plan.optimizer_host_fraction,
+            "parameters": program.plan.parameters_host_fraction,
+            "master_weights": program.config.master_weights,
+            "sums": program.config.accumulate_on,
+        },
     }
 
 

@@ -19,6 +19,7 @@ from forebay.models.registry import Model, fingerprint, get_model
 from forebay.offload import scan_layers
 from forebay.offload.memories import settle, with_memory
 from forebay.offload.optimizer import add_streamed, streamed_update
+from forebay.offload.stream import SLICE_BYTES
 from forebay.ops.attention import KernelChoice, choose_kernel
 from forebay.ops.cross_entropy import CHUNKINGS, choose_chunking
 from forebay.planner.hosted import LEAST_BYTES, choose_hosted
@@ -50,6 +51,8 @@ class Program:
     Attributes:
         names: for each stack of layers, the activations that a plan can place.
         kernel: the attention kernel in the program and the one a fully equipped machine would use.
+        least_host_bytes: arrays of the state that take less on a device stay there.
+        slice_bytes: the most that a slice of what is in host memory takes on a device while it is updated.
     """
 
     config: ProgramConfig
@@ -60,6 +63,8 @@ class Program:
     kernel: KernelChoice
     chunking: str
     optimizer: optax.GradientTransformation
+    least_host_bytes: int = LEAST_BYTES
+    slice_bytes: int = SLICE_BYTES
 
     @property
     def dtype(self) -> Any:
@@ -88,12 +93,18 @@ class Program:
         """For each array of the state, whether it lives in host memory."""
         state, split = self.abstract_state, self._split
         hosted = jax.tree.map(lambda _: False, state)
-        optimizer = choose_hosted(local_bytes(state.optimizer, split.optimizer), self.plan.optimizer_host_fraction)
+        optimizer = choose_hosted(
+            local_bytes(state.optimizer, split.optimizer), self.plan.optimizer_host_fraction, self.least_host_bytes
+        )
         weights, treedef = jax.tree.flatten(state.weights)
         stacked = jax.tree.leaves(self._stacked)
         sizes = local_bytes(state.weights, split.weights)
         chosen = iter(
-            choose_hosted([b for b, s in zip(sizes, stacked, strict=True) if s], self.plan.parameters_host_fraction)
+            choose_hosted(
+                [b for b, s in zip(sizes, stacked, strict=True) if s],
+                self.plan.parameters_host_fraction,
+                self.least_host_bytes,
+            )
         )
         in_layers = [next(chosen) if s else False for s in stacked]
         masters = None
@@ -231,7 +242,7 @@ class Program:
             gradients, aux = gradient(weights, microbatch)
             with jax.named_scope("accumulate"):
                 told = jax.tree.map(lambda t, p: t + p / parts, total[0], aux)
-                return (told, add_streamed(total[1], gradients, 1 / parts, self._split.weights)), None
+                return (told, add_streamed(total[1], gradients, 1 / parts, self._split.weights, self.slice_bytes)), None
 
         microbatches = jax.tree.map(split, batch)
         told = jax.eval_shape(lambda w, b: self.objective(w, jax.tree.map(lambda x: x[0], b))[1], weights, microbatches)
@@ -248,7 +259,7 @@ class Program:
         hosted, treedef = jax.tree.flatten(self.hosted.weights)
         sizes = local_bytes(self.abstract_state.weights, self._split.weights)
         return jax.tree.unflatten(
-            treedef, [h or (everything and b >= LEAST_BYTES) for h, b in zip(hosted, sizes, strict=True)]
+            treedef, [h or (everything and b >= self.least_host_bytes) for h, b in zip(hosted, sizes, strict=True)]
         )
 
     def step(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -261,6 +272,7 @@ class Program:
             weights, optimizer, copies, norm = streamed_update(
                 self.optimizer, gradients, state.optimizer, state.weights if copies is None else state.master,
                 clip_norm=self.config.optimizer.clip_norm, shardings=self._split.weights, copies=copies, checked=True,
+                slice_bytes=self.slice_bytes,
             )  # fmt: skip
             learning_rate = learning_rate_schedule(self.config.optimizer, self.config.steps)(state.step)
             weights = self.model.after_update(weights, aux)

@@ -57,6 +57,7 @@ class DeepSeek:
             "moe_mlp": about(c.moe_mlp, "mlp", 128), "heads": about(c.heads, "heads", 2), "experts": experts,
             "experts_per_token": min(c.experts_per_token, c.groups_per_token * per_group),
             **({"query_lora": 128} if c.query_lora else {}), "kv_lora": min(c.kv_lora, 128),
+            "bias_speed": 0.0,  # a bias moves by the sign of a difference, which rounding may turn
         }  # fmt: skip
 
     def init(self, key: jax.Array, dtype: Any) -> model.Weights[jax.Array]:
