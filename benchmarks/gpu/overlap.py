@@ -100,7 +100,7 @@ def one(way: Way, smoke: bool) -> dict[str, Any]:
         timeline = None if machine is None else of_compiled(compiled, machine, 1, flops)
         row |= {
             "compiled_device_bytes": compiled.device.total, "compiled_host_bytes": compiled.host.total,
-            "windows": [[t.tensor, t.direction, t.where, t.window] for t in compiled.transfers],
+            "windows": [[t.name, t.direction, t.where, t.window] for t in compiled.transfers],
             "timeline_s": None if timeline is None else timeline["step_time_s"],
         }  # fmt: skip
     started = time.perf_counter()
@@ -195,7 +195,7 @@ def main() -> None:
     for number, way in enumerate(WAYS):
         command = [sys.executable, __file__, "--out", str(arguments.out), "--way", str(number)]
         command += ["--smoke"] if arguments.smoke else []
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]
             rows.append({"way": way.name, "program": way.program, "error": last.replace("|", "/")})
