@@ -71,6 +71,8 @@ def scan_layers(
         with jax.named_scope(f"{STACK_SCOPE}{stack}"):
             return jax.lax.scan(lambda x, layer: (block(layer, x, *constants), None), x, layers)[0]
     placements = plan.for_stack(stack) if isinstance(plan, Plan) else tuple(plan)
+    if isinstance(plan, Plan) and plan.placements and not placements:
+        raise unknown("layer stack", stack, dict.fromkeys(p.stack for p in plan.placements))
     count = _layer_count(layers)
     edges = [0, *(edge for p in placements for edge in p.layers), count]
     if not placements or edges[::2] != edges[1::2]:  # each range starts where the one before ends
