@@ -111,6 +111,18 @@ def test_every_offloaded_tensor_goes_out_and_comes_back_once_a_layer(hardware):
     assert step.violations == ()
 
 
+@pytest.mark.slow
+def test_a_tpu_fetches_earlier_with_its_options_than_without_and_stores_no_later():
+    def mean_window(step: CompiledStep, direction: str) -> float:
+        copies = [t for t in step.transfers if (t.direction, t.where) == (direction, "loop")]
+        return 1 - sum(t.exposed_bytes for t in copies) / sum(t.num_bytes * t.count for t in copies)
+
+    program, step = compiled("v5p", "minimal_offloaded,context=device")
+    plain = compile_step(program.jit_step(), (program.abstract_state, program.abstract_batch), options={})
+    assert mean_window(step, "h2d") > mean_window(plain, "h2d") + 0.1
+    assert mean_window(step, "d2h") >= mean_window(plain, "d2h")
+
+
 def test_ranges_of_layers_place_their_own_layers_only():
     _, step = compiled("gb200", "decoder_layer_input=host,mlpwi_0=host@0:4;mlpwi_0=device@4:6")
     assert bytes_of(step, "host", "mlpwi_0 (layers, offloaded)") == 4 * BYTES["mlpwi_0"]

@@ -13,7 +13,14 @@ from forebay.planner.placement import Placement
 from forebay.sharding import make_mesh, parse_mesh
 from forebay.xla import options as module
 from forebay.xla.estimate import argument_bytes, offloaded_bytes
-from forebay.xla.options import PROFILE_OPTION, compiler_options, memory_limit_bytes, memory_limit_percent, variants
+from forebay.xla.options import (
+    PROFILE_OPTION,
+    TPU_SCHEDULING,
+    compiler_options,
+    memory_limit_bytes,
+    memory_limit_percent,
+    variants,
+)
 
 
 def costs(path: str) -> dict[str, float]:
@@ -26,8 +33,9 @@ def offloading(environ: dict[str, str] | None = None):
     return compiler_options("cuda", deviceless=True, offloads=True, environ=environ or {})
 
 
-def test_only_a_gpu_step_that_offloads_gets_the_recipe():
-    assert compiler_options("tpu", deviceless=True, offloads=True) == {}
+def test_only_a_step_that_offloads_gets_the_recipe_of_its_platform():
+    assert list(compiler_options("tpu", deviceless=True, offloads=True)) == [TPU_SCHEDULING]
+    assert compiler_options("tpu", deviceless=True, offloads=False) == {}
     assert compiler_options("cpu", deviceless=False, offloads=True) == {}
     plain = compiler_options("cuda", deviceless=True, offloads=False)
     assert not {"xla_gpu_enable_pipelined_host_offloading", PROFILE_OPTION, "xla_gpu_memory_limit_slop_factor"} & set(
@@ -65,6 +73,13 @@ def test_an_option_that_the_build_lacks_is_dropped_and_the_loss_told(monkeypatch
     with pytest.warns(UserWarning, match=f"{lacking}: copies end in the layer") as warned:
         found = offloading()
     assert lacking not in found and PROFILE_OPTION in found and len(warned) == 1
+
+
+def test_an_option_that_libtpu_lacks_is_dropped_and_the_loss_told(monkeypatch):
+    monkeypatch.setattr(module, "knows_flag", lambda platform, name: (platform, name) != ("tpu", TPU_SCHEDULING))
+    with pytest.warns(UserWarning, match=f"{TPU_SCHEDULING}: copies from the host") as warned:
+        assert compiler_options("tpu", deviceless=True, offloads=True) == {}
+    assert len(warned) == 1
 
 
 def test_variants_begin_with_the_options_themselves():

@@ -1,6 +1,6 @@
 """Compiler options for a training step.
 
-What a GPU step that offloads needs, and why, is in `docs/overlap.md`; that it was enough is read from
+What a step that offloads needs, and why, is in `docs/overlap.md`; that it was enough is read from
 every compiled step (`forebay.xla.windows`), not taken for granted.
 """
 
@@ -17,6 +17,7 @@ from forebay.xla.flags import knows_flag
 from forebay.xla.versions import DOUBLE_BUFFERING, distrusted_options
 
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+TPU_SCHEDULING = "xla_tpu_use_aggressive_scheduling"
 
 _WITHOUT = {
     "xla_gpu_enable_latency_hiding_scheduler": "collectives and copies do not overlap with arithmetic",
@@ -24,6 +25,7 @@ _WITHOUT = {
     DOUBLE_BUFFERING: "what is fetched is copied once more on the device",
     "xla_gpu_experimental_parallel_async_compute_limit": "copies between forward and backward pass wait for one another",
     PROFILE_OPTION: "copies from the host may wait until just before they are needed",
+    TPU_SCHEDULING: "copies from the host begin only as early as the compiler thinks they take",
     "xla_gpu_memory_limit_slop_factor": "XLA counts host memory as device memory and may recompute to save it",
 }
 """What is lost where a build does not have an option. Others are dropped in silence."""
@@ -76,8 +78,23 @@ def compiler_options(
     Raises:
         WrongNumbersError: the installed build is known to get steps that offload wrong; see `xla.versions`.
     """
-    if platform not in ("cuda", "gpu"):
+    if platform in ("cuda", "gpu"):
+        options = _gpu_options(deviceless, offloads, memory_limit_percent, os.environ if environ is None else environ)
+    elif platform == "tpu":
+        options = {TPU_SCHEDULING: "ENABLED"} if offloads else {}
+    else:
         return {}
+    lacking = {n: f"this build of XLA has no option {n}" for n in options if not knows_flag(platform, n)}
+    distrusted = distrusted_options(platform) if offloads else {}
+    for name, why in (lacking | distrusted).items():
+        if options.pop(name, None) is not None and name in _WITHOUT:
+            warnings.warn(f"{why}: {_WITHOUT[name]}", stacklevel=2)
+    return options
+
+
+def _gpu_options(
+    deviceless: bool, offloads: bool, memory_limit_percent: int | None, environ: Mapping[str, str]
+) -> dict[str, Any]:
     options: dict[str, Any] = {
         # collectives and copies overlap with arithmetic only under this scheduler
         "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -96,13 +113,8 @@ def compiler_options(
             # warnings about every instruction that the profile does not have
             "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
         }
-        if profile := _profile(os.environ if environ is None else environ):
+        if profile := _profile(environ):
             options[PROFILE_OPTION] = profile
-    lacking = {n: f"this build of XLA has no option {n}" for n in options if not knows_flag(platform, n)}
-    distrusted = distrusted_options(platform) if offloads else {}
-    for name, why in (lacking | distrusted).items():
-        if options.pop(name, None) is not None and name in _WITHOUT:
-            warnings.warn(f"{why}: {_WITHOUT[name]}", stacklevel=2)
     return options
 
 
@@ -150,7 +162,7 @@ def _profile(environ: Mapping[str, str]) -> str | None:
             text = Path(own).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             warnings.warn(
-                f"the profile {own} is not a text file and is used as it is: {_WITHOUT[PROFILE_OPTION]}", stacklevel=3
+                f"the profile {own} is not a text file and is used as it is: {_WITHOUT[PROFILE_OPTION]}", stacklevel=4
             )
             return None
     known = set(re.findall(r'name:\s*"([^"]*)"', text))
