@@ -35,7 +35,7 @@ HALF = dataclasses.replace(
 
 def groups(sizes: dict[str, int], axes: tuple[str, ...]) -> Groups:
     """The groups along `axes` of a mesh whose devices are numbered along the last axis first."""
-    numbers = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
+    numbers: Any = np.arange(int(np.prod(list(sizes.values())))).reshape(list(sizes.values()))
     chosen = [k for k, a in enumerate(sizes) if a in axes]
     others = [k for k in range(len(sizes)) if k not in chosen]
     size = int(np.prod([list(sizes.values())[k] for k in chosen]))
