@@ -55,6 +55,19 @@ def test_the_tensor_goes_to_the_host_and_comes_back_once_a_layer(made):
         assert sum(e.time_s for e in copies) >= 12 * (1024 * 4096 * 2 / 55e9 + 5e-6) * (1 - 1e-9)
 
 
+def test_a_profile_of_the_steps_own_times_never_makes_it_slower(made, tmp_path):
+    argv = ["timeline", *STEP, "--placement", "mlpwi_0=host", "--profile", "timeline", "-o", str(tmp_path / "t.json")]
+    assert main([*argv, "--save_hlo", str(tmp_path / "step.hlo")]) == 0
+    again = Timeline.load(tmp_path / "t.json")
+    assert again.step_time_s <= made.step_time_s * (1 + 1e-9)
+    (note,) = [a for a in again.assumptions if "the timeline's times" in a]
+    assert ("scheduled with" in note) == (again.step_time_s < made.step_time_s)
+    assert [f.name for f in tmp_path.glob("step.hlo*")] == ["step.hlo"]
+    # the kept program is the one that was written
+    simulated = simulate(read_schedule(load_module(tmp_path / "step.hlo"), "cuda"), CostModel(get_hardware("h200"), 8))
+    assert simulated.seconds == pytest.approx(again.step_time_s)
+
+
 def test_the_report_has_the_memory_table_and_the_curve_reaches_its_total(folder):
     text = (folder / "report.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])  # pyright: ignore[reportOptionalSubscript]

@@ -1,16 +1,19 @@
 """Planning for the devices there are: host memory that a run cannot have is refused before it starts."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from forebay.errors import UserError
 from forebay.hardware import get_hardware, present
 from forebay.hardware.present import available_host_bytes, hardware_of
+from forebay.train import planning
 from forebay.train.config import ProgramConfig
-from forebay.train.planning import planned_host_bytes, planned_program, refuse_host_bytes, run_plan
+from forebay.train.planning import Compiled, planned_host_bytes, planned_program, refuse_host_bytes, run_plan
 from forebay.train.program import make_program
 from forebay.train.run_config import TrainConfig
+from forebay.xla.options import PROFILE_OPTION
 from forebay.xla.topology import compile_only_devices
 
 GIB = 2**30
@@ -108,3 +111,31 @@ def test_a_plan_made_for_something_else_says_so(tmp_path):
     assert any("the plan was made for batch 8 (here 16)" in note for note in other.notes())
     same = make_program(ProgramConfig(batch=8, seq=64, plan=str(file)), jax.devices()[:1])
     assert not any("the plan was made for" in note for note in same.notes())
+
+
+@pytest.mark.parametrize(("profile", "placement", "compiles"), [("copies", "full", 0), ("timeline", "full", 1)])
+def test_a_run_is_compiled_with_the_profile_that_it_asks_for(monkeypatch, profile, placement, compiles):
+    asked = []
+
+    def compiled(program, hardware, **rest):
+        asked.append(program.config.profile)
+        return Compiled(SimpleNamespace(violations=()), {"profiled": 1}, ("a note",))  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(planning, "compile_program", compiled)
+    config = ProgramConfig(model="llama-tiny", batch=8, seq=64, placement=placement, profile=profile)
+    program = make_program(config, compile_only_devices(get_hardware("h200"), 8))
+    options, notes = planning.run_options(program, get_hardware("h200"))
+    assert len(asked) == compiles and (("profiled" in options), ("a note" in notes)) == (bool(compiles), bool(compiles))
+
+
+def test_a_machine_that_is_not_known_has_no_times_to_tell(monkeypatch):
+    config = ProgramConfig(model="llama-tiny", batch=8, seq=64, placement="full", profile="timeline")
+    program = make_program(config, compile_only_devices(get_hardware("h200"), 8))
+    options, notes = planning.run_options(program, None)
+    assert PROFILE_OPTION not in options and any("profile=timeline does nothing" in n for n in notes)
+
+
+def test_a_profile_that_does_not_exist_is_refused():
+    config = ProgramConfig(model="llama-tiny", placement="full", profile="timelien")
+    with pytest.raises(UserError, match="did you mean 'timeline'"):
+        make_program(config, compile_only_devices(get_hardware("h200"), 8))

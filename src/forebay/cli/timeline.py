@@ -23,7 +23,7 @@ class TimelineConfig(ProgramConfig):
     """The training step, or a compiled one, and the machines.
 
     Attributes:
-        hlo: a file of scheduled HLO text, or a dump directory, instead of a model.
+        hlo: a file of scheduled HLO text, a dump directory, or a saved timeline, instead of a model.
         hardware: the machine, as listed by forebay hardware.
         devices: how many devices; with hlo, by default what the module says.
         memory_fraction: the share of HBM that XLA may use; by default what is usual on that machine.
@@ -78,7 +78,10 @@ def run(config: TimelineConfig) -> int:
         from forebay.timeline.build import timeline
 
         plan = None if config.plan == AUTO else Plan.load(config.plan)
-        made = timeline(config.hlo, hardware, devices=config.devices, trip_counts=trips)
+        if _is_json(Path(config.hlo)):
+            made = Timeline.load(config.hlo)
+        else:
+            made = timeline(config.hlo, hardware, devices=config.devices, trip_counts=trips)
         step = Step(made, Path(config.hlo).name, plan)
     else:
         step = _compiled(config, trips)
@@ -151,38 +154,58 @@ def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Step:
 def diff(argv: Sequence[str]) -> int:
     """`forebay timeline --diff A B`: what changed between two timelines, as files of JSON or HLO."""
     from forebay.report.console import make_console
+    from forebay.report.html import check_report_file, render_diff
     from forebay.report.timeline import print_diff
     from forebay.timeline.diff import diff as compare
     from forebay.timeline.diff import diff_json
 
-    hardware, files, rest = "h200", [], list(argv)
+    given, files, rest = {"hardware": "h200", "html": ""}, [], list(argv)
     while rest:
         argument = rest.pop(0)
-        if argument == "--hardware" and rest:
-            hardware = rest.pop(0)
-        elif argument.startswith("--hardware="):
-            hardware = argument.partition("=")[2]
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and name in given and (equals or rest):
+            given[name] = value if equals else rest.pop(0)
         elif argument != "--json":
             files.append(argument)
     if len(files) != 2 or any(f.startswith("-") for f in files):
-        raise UserError("forebay timeline --diff needs two files, timelines or HLO: --diff A.json B.json [--json]")
-    before, after = (_load(f, hardware) for f in files)
+        raise UserError(
+            "forebay timeline --diff needs two files, timelines or HLO: --diff A.json B.json [--json] [--html FILE]"
+        )
+    if html := given["html"]:
+        check_file("html", html)
+        check_report_file("html", html)
+    before, after = (_load(f, given["hardware"]) for f in files)
+    if html:
+        Path(html).write_text(render_diff(before, after, names=_names(files[0], files[1])), encoding="utf-8")
     if "--json" in argv:
         json.dump(diff_json(before, after), sys.stdout, indent=2)
         print()
     else:
-        print_diff(compare(before, after), (files[0], files[1]), make_console())
+        console = make_console()
+        print_diff(compare(before, after), (files[0], files[1]), console)
+        if html:
+            console.print(f"written to {html}", highlight=False)
     return EXIT_OK
+
+
+def _names(before: str, after: str) -> tuple[str, str]:
+    """The files' names, or where these are the same their paths."""
+    names = (Path(before).name, Path(after).name)
+    return (before, after) if names[0] == names[1] else names
 
 
 def _load(file: str, hardware: str) -> Timeline:
     """A timeline file, or the timeline of HLO text."""
     path = Path(file)
-    if path.is_file() and path.read_bytes()[:200].lstrip()[:1] == b"{":
+    if _is_json(path):
         return Timeline.load(path)
     from forebay.timeline.build import timeline
 
     return timeline(path, hardware)
+
+
+def _is_json(path: Path) -> bool:
+    return path.is_file() and path.read_bytes()[:200].lstrip()[:1] == b"{"
 
 
 SUBVERBS = {"--diff": diff}

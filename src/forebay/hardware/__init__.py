@@ -10,14 +10,19 @@ from forebay.hardware.machine import (
     Interconnect,
     TpuTarget,
 )
+from forebay.hardware.reached import IDEAL, Efficiency, Group, Reached
 
 __all__ = [
     "DEFAULT_MEMORY_FRACTION",
+    "IDEAL",
     "CudaTarget",
+    "Efficiency",
+    "Group",
     "Hardware",
     "Host",
     "HostLink",
     "Interconnect",
+    "Reached",
     "TpuTarget",
     "get_hardware",
     "list_hardware",

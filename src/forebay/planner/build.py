@@ -124,7 +124,8 @@ def build(
     outside = rates.total_s(graph.outside.costs, weights=False) + rates.total_s(graph.outside.costs, weights=True)
     # the optimizer reads weights, gradients and state, and writes weights and state
     update_bytes = 2 * (optimizer_bytes + sum(master_bytes)) + 2 * graph.parameter_bytes + gradients
-    update = update_bytes / (hardware.hbm_bytes_per_s * rates.efficiency.hbm)
+    update = update_bytes / rates.reached.hbm_bytes_per_s
+    d2h, h2d = rates.link_bytes_per_s()
     problem = Problem(
         stacks=stacks,
         fixed_bytes=fixed,
@@ -133,8 +134,8 @@ def build(
         update_s=update,
         outside_gradient_bytes=gradients - sum(graph.layer_bytes.values()),
         microbatches=accumulate,
-        d2h_bytes_per_s=hardware.host_link.d2h_bytes_per_s,
-        h2d_bytes_per_s=hardware.host_link.h2d_bytes_per_s,
+        d2h_bytes_per_s=d2h,
+        h2d_bytes_per_s=h2d,
         device_budget=device_budget,
         host_budget=host_budget,
         least_offload_bytes=LEAST_OFFLOAD_BYTES,
@@ -168,7 +169,7 @@ def _layer_problem(graph: LossGraph, block: BlockGraph, rates: Rates, platform: 
         carry=frozenset(block.carry).union(*(block.named.get(n, ()) for n in ALWAYS_KEPT)),
         inputs=block.input_names,
         forward_s=rates.total_s(forward, weights=False),
-        backward_s=rates.total_s(backward, weights=False),
+        backward_s=rates.total_s(backward, weights=False, backward=True),
         forward_weights_s=rates.total_s(forward, weights=True),
         backward_weights_s=rates.total_s(backward, weights=True),
         working_bytes=_working_bytes(_Same(block), frozenset()),

@@ -1,26 +1,18 @@
-"""How long things take on a machine: its rates, times how much of each is reached.
+"""How long the operations of a traced program take on a machine and a mesh; the rates are `forebay.hardware.reached`'s,
+which the timeline of a compiled program goes by too.
 
-The efficiencies are assumptions, the same for every machine until they are measured on it. For
-comparison: one H200 reaches 0.79e15 of its 0.99e15 FLOP/s on bfloat16 products of 8192-cubed matrices.
+What a compiled program adds to each kernel is not counted: kernels are not known yet.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from forebay.graph.costs import Collective, Cost
-from forebay.hardware import Hardware
-
-
-@dataclasses.dataclass(frozen=True)
-class Efficiency:
-    """The share of a rate that training reaches: of the peak arithmetic in matrix products and in
-    attention kernels, of the HBM bandwidth, of the interconnect."""
-
-    matmul: float = 0.75
-    attention: float = 0.5
-    hbm: float = 0.85
-    interconnect: float = 0.75
+from forebay.hardware import Efficiency, Group, Hardware, Reached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,49 +28,60 @@ class Rates:
     hardware: Hardware
     axis_sizes: Mapping[str, int]
     efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
+    _groups: dict[tuple[str, ...], Group] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    def compute_s(self, cost: Cost) -> float:
-        """Arithmetic or HBM traffic of one operation, whichever takes longer."""
-        traffic = cost.hbm_bytes / (self.hardware.hbm_bytes_per_s * self.efficiency.hbm)
+    @functools.cached_property
+    def reached(self) -> Reached:
+        return Reached(self.hardware, self.efficiency)
+
+    def link_bytes_per_s(self) -> tuple[float, float]:
+        """To the host and from it, per device, all devices of the mesh copying."""
+        devices = math.prod(self.axis_sizes.values())
+        return self.reached.link_bytes_per_s("d2h", devices), self.reached.link_bytes_per_s("h2d", devices)
+
+    def compute_s(self, cost: Cost, *, backward: bool = False) -> float:
+        """Arithmetic or HBM traffic of one operation, whichever takes longer; `backward` where it is of a gradient."""
+        traffic = cost.hbm_bytes / self.reached.hbm_bytes_per_s
         if cost.kind not in ("matmul", "attention"):
             return traffic
-        reached = self.efficiency.attention if cost.kind == "attention" else self.efficiency.matmul
-        return max(traffic, cost.flops / (self.peak_flops_per_s(cost.dtype) * reached))
-
-    def peak_flops_per_s(self, dtype: str) -> float:
-        """Of products of operands of this dtype: float32 on NVIDIA GPUs runs as TF32, elsewhere as bfloat16."""
-        rates = self.hardware.flops_per_s
-        if "float8" in dtype and "fp8" in rates:
-            return rates["fp8"]
-        return rates.get("tf32", rates["bf16"]) if dtype in ("float32", "float64") else rates["bf16"]
+        return max(traffic, cost.flops / self.reached.flops_per_s(cost.dtype, cost.kind, backward=backward))
 
     def collective_s(self, collective: Collective) -> float:
         """One collective, by the bytes that a device receives."""
-        return collective.num_bytes / (self.bytes_per_s(collective.axes) * self.efficiency.interconnect)
+        group, received = self.group(collective.axes), collective.num_bytes
+        if group.size == 1:
+            return 0.0
+        if collective.kind == "permute":
+            return self.reached.permute_s(received, group)
+        if collective.kind == "all_to_all":
+            return self.reached.exchange_s(received * group.size / (group.size - 1), group)
+        return self.reached.ring_s(received, group)
 
-    def bytes_per_s(self, axes: Iterable[str]) -> float:
-        """What one device receives per second from the devices that differ from it along `axes`.
+    def group(self, axes: Iterable[str]) -> Group:
+        """The devices that differ along `axes`."""
+        wanted = set(axes)
+        chosen = tuple(a for a, n in self.axis_sizes.items() if a in wanted and n > 1)
+        if chosen not in self._groups:
+            self._groups[chosen] = self._counted(chosen)
+        return self._groups[chosen]
 
-        Within a domain its links; across domains no more than the network ports of the members of the
-        group that are in one domain together.
-        """
-        axes = [a for a in self.axis_sizes if a in set(axes) and self.axis_sizes[a] > 1]
-        net = self.hardware.interconnect
-        if not axes:
-            return net.domain_bytes_per_s
-        names = list(self.axis_sizes)
-        inner = math.prod(self.axis_sizes[a] for a in names[names.index(axes[-1]) + 1 :])
-        span = math.prod(self.axis_sizes[a] for a in names[names.index(axes[0]) :])
-        if span <= net.domain_devices:
-            return net.domain_bytes_per_s
-        together = max(1, min(math.prod(self.axis_sizes[a] for a in axes), net.domain_devices // inner))
-        return min(net.domain_bytes_per_s, together * net.network_bytes_per_s)
+    def _counted(self, axes: tuple[str, ...]) -> Group:
+        domain = self.hardware.interconnect.domain_devices
+        here: Counter[tuple[tuple[int, ...], int]] = Counter()
+        positions = itertools.product(*map(range, self.axis_sizes.values()))
+        for number, position in enumerate(positions):
+            others = tuple(p for a, p in zip(self.axis_sizes, position, strict=True) if a not in axes)
+            here[others, number // domain] += 1
+        groups = Counter(others for others, _ in here)
+        return Group(math.prod(self.axis_sizes[a] for a in axes), min(here.values()), max(groups.values()) > 1)
 
-    def total_s(self, costs: Iterable[Cost], *, weights: bool) -> float:
-        """Time of collectives of weights (`weights`), or of everything else."""
+    def total_s(self, costs: Iterable[Cost], *, weights: bool, backward: bool = False) -> float:
+        """Time of collectives of weights (`weights`), or of everything else; `backward` as in `compute_s`."""
         total = 0.0
         for cost in costs:
             total += sum(self.collective_s(c) for c in cost.collectives if c.of_weight == weights)
             if not weights:
-                total += self.compute_s(cost)
+                total += self.compute_s(cost, backward=backward)
         return total

@@ -22,13 +22,16 @@ from forebay.planner.search import MAX_COMPILES, Decision, InfeasibleError, Meas
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
 from forebay.report.memory import compile_json
 from forebay.timeline.compare import of_compiled
+from forebay.timeline.profile import profiled
 from forebay.train.config import ProgramConfig
 from forebay.train.program import Program, make_program
 from forebay.train.run_config import TrainConfig
-from forebay.xla.compile import CompiledStep, compile_hidden
+from forebay.xla.compile import CompiledStep, compile_hidden, compile_step
 from forebay.xla.estimate import argument_bytes, offloaded_bytes
 from forebay.xla.invariants import explain_violations
 from forebay.xla.options import compiler_options, memory_limit_percent
+
+_NOT_TOLD = "profile=timeline does nothing here: it is for XLA's scheduler on GPUs of a machine that is known"
 
 
 def silent(text: str) -> None:
@@ -133,16 +136,26 @@ def compile_program(
 ) -> Compiled:
     """The program's step, compiled under the options that hide most of its copies.
 
-    `hardware` is None for devices that no machine is known for.
+    With `profile=timeline` it is then compiled once more with the times of its timeline (`forebay.timeline.profile`).
+    `hardware` is None for devices that no machine is known for; these have no timeline.
     """
     step = program.jit_step()  # one function, so that it is traced once
+    args, cuda = (program.abstract_state, program.abstract_batch), hardware is not None and hardware.platform == "cuda"
+    about: dict[str, Any] = {"weight_shapes": program.local_weight_shapes(), "hosted": program.hosted_arguments()}
     options, notes = step_options(program, hardware, deviceless=deviceless, memory_fraction=memory_fraction, step=step)
-    compiled, options = compile_hidden(
-        step, (program.abstract_state, program.abstract_batch), options,
-        judged=hardware is not None and hardware.platform == "cuda", weight_shapes=program.local_weight_shapes(),
-        hosted=program.hosted_arguments(), save_hlo=save_hlo,
+    compiled, options = compile_hidden(step, args, options, judged=cuda, save_hlo=save_hlo, **about)
+    if program.config.profile != "timeline":
+        return Compiled(compiled, options, notes)
+    if hardware is None or not cuda:
+        return Compiled(compiled, options, (*notes, _NOT_TOLD))
+    second = None if save_hlo is None else save_hlo.with_name(f"{save_hlo.name}.profiled")
+    made = profiled(
+        compiled, options, hardware, program.sharding.mesh.size, hardware.usable_hbm_bytes(memory_fraction),
+        lambda options: compile_step(step, args, options=options, save_hlo=second, **about),
     )  # fmt: skip
-    return Compiled(compiled, options, notes)
+    if save_hlo is not None and second is not None and second.exists():
+        second.replace(save_hlo) if made.kept else second.unlink()
+    return Compiled(made.compiled, made.options, (*notes, made.note))
 
 
 def run_options(program: Program, hardware: Hardware | None) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -150,13 +163,15 @@ def run_options(program: Program, hardware: Hardware | None) -> tuple[dict[str, 
     this build could not do of them.
 
     A program that moves anything to the host is compiled and its copies are looked at first; they may need other options
-    than the first choice.
+    than the first choice. One with `profile=timeline` is compiled for its times.
 
     Raises:
         WrongNumbersError: what was compiled cannot compute the right numbers.
     """
-    if program.sharding.mesh.devices.flat[0].platform == "cpu" or not program.offloads:
-        return step_options(program, hardware, deviceless=False)
+    on_cpu, told = program.sharding.mesh.devices.flat[0].platform == "cpu", program.config.profile == "timeline"
+    if on_cpu or not (program.offloads or (told and hardware is not None)):
+        options, notes = step_options(program, hardware, deviceless=False)
+        return options, (*notes, *([_NOT_TOLD] if told else []))
     done = compile_program(program, hardware, deviceless=False)
     if done.compiled.violations:
         raise WrongNumbersError(explain_violations(done.compiled.violations))

@@ -26,7 +26,7 @@ from forebay.planner.hosted import LEAST_BYTES, choose_hosted
 from forebay.planner.placement import parse_placement
 from forebay.planner.plan import ModelId, Plan
 from forebay.sharding import Sharding, make_mesh, parse_mesh, single_device
-from forebay.train.config import AUTO, ProgramConfig
+from forebay.train.config import AUTO, PROFILES, ProgramConfig
 from forebay.train.state import (
     TrainState,
     initial_state,
@@ -352,6 +352,8 @@ def make_program(config: ProgramConfig, devices: Sequence[Any]) -> Program:
         raise unknown("memory for master_weights", config.master_weights, MEMORIES)
     if config.master_weights and config.dtype == "float32":
         raise UserError("master_weights beside float32 weights would be the same twice: drop it, or use dtype=bfloat16")
+    if config.profile not in PROFILES:
+        raise unknown("profile", config.profile, PROFILES)
     if config.accumulate_on not in MEMORIES:
         raise unknown("memory for accumulate_on", config.accumulate_on, MEMORIES)
     if config.accumulate_on == "host" and config.accumulate == 1:

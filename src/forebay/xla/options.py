@@ -19,6 +19,9 @@ from forebay.xla.versions import DOUBLE_BUFFERING, distrusted_options
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 TPU_SCHEDULING = "xla_tpu_use_aggressive_scheduling"
 
+_CHECKER_OPTION, _CHECKER_OFF = "xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF"
+"""Keeps XLA from warning of every instruction that the profile does not have."""
+
 _WITHOUT = {
     "xla_gpu_enable_latency_hiding_scheduler": "collectives and copies do not overlap with arithmetic",
     "xla_gpu_enable_pipelined_host_offloading": "copies end in the layer that starts them",
@@ -37,6 +40,9 @@ XLA's scheduler takes kernels that are not in the profile for a few units each, 
 that a copy's real duration would be nothing beside a layer of them. It must exceed a layer's whole
 reckoning for a copy to start as early and end as late as data allows; beyond that it changes nothing.
 """
+
+_LONGER_COPY_US = 1e7
+"""The same where the profile has kernels' real times: then it must exceed a layer's, in any program."""
 
 _PROFILED_COPIES = 512
 """Names of copies in the profile, of each kind: XLA numbers them, and a few per tensor and range of layers occur."""
@@ -110,10 +116,9 @@ def _gpu_options(
             "xla_gpu_memory_limit_slop_factor": memory_limit_percent or _NO_LIMIT,
             # copies that are outside of loops count as asynchronous kernels, of which 2 at a time are scheduled
             "xla_gpu_experimental_parallel_async_compute_limit": _COPIES_AT_ONCE,
-            # warnings about every instruction that the profile does not have
-            "xla_gpu_pgle_accuracy_checker": "PGLE_STRICTNESS_LEVEL_OFF",
+            _CHECKER_OPTION: _CHECKER_OFF,
         }
-        if profile := _profile(environ):
+        if profile := _profile(environ, {}, _LONG_COPY_US):
             options[PROFILE_OPTION] = profile
     return options
 
@@ -127,6 +132,30 @@ def variants(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield dict(options)
     if DOUBLE_BUFFERING in options:
         yield {k: v for k, v in options.items() if k != DOUBLE_BUFFERING}
+
+
+def with_profile(
+    options: Mapping[str, Any], platform: str, costs_us: Mapping[str, float], environ: Mapping[str, str] | None = None
+) -> dict[str, Any] | None:
+    """The options with a profile in which instructions take `costs_us` microseconds, and copies between device and host
+    long. Costs in a profile of the user's own are kept. None where there can be no such profile.
+
+    Args:
+        options: those of `compiler_options` for the same platform.
+        costs_us: by the names of instructions as the scheduler finds them.
+    """
+    if platform not in ("cuda", "gpu") or not knows_flag(platform, PROFILE_OPTION):
+        return None
+    profile = _profile(os.environ if environ is None else environ, costs_us, _LONGER_COPY_US)
+    if profile is None:
+        return None
+    checker = {_CHECKER_OPTION: _CHECKER_OFF} if knows_flag(platform, _CHECKER_OPTION) else {}
+    return {**options, **checker, PROFILE_OPTION: profile}
+
+
+def profile_text(costs_us: Mapping[str, float]) -> str:
+    """A `tensorflow.profiler.ProfiledInstructionsProto` as text."""
+    return "".join(f'costs {{ name: "{name}" cost_us: {us:.10g} }}\n' for name, us in costs_us.items())
 
 
 def memory_limit_percent(hbm_bytes: int, usable_bytes: int, argument_bytes: int, host_bytes: int) -> int:
@@ -150,8 +179,9 @@ def memory_limit_bytes(hbm_bytes: int, argument_bytes: int, percent: int) -> int
     return int((0.8 * hbm_bytes - argument_bytes) * percent / 100)
 
 
-def _profile(environ: Mapping[str, str]) -> str | None:
-    """A profile (`tensorflow.profiler.ProfiledInstructionsProto` as text) in which copies take long.
+def _profile(environ: Mapping[str, str], costs_us: Mapping[str, float], copy_us: float) -> str | None:
+    """The file of a profile (`tensorflow.profiler.ProfiledInstructionsProto` as text) with these costs, in which copies
+    between device and host take `copy_us`.
 
     Costs that the user's own profile has come first and are kept. Other forms of profile than text
     cannot be added to: then it is left as it is.
@@ -166,8 +196,8 @@ def _profile(environ: Mapping[str, str]) -> str | None:
             )
             return None
     known = set(re.findall(r'name:\s*"([^"]*)"', text))
-    names = [f"{kind}.{n}" if n else kind for kind in _WRAPPED for n in range(_PROFILED_COPIES)]
-    text += "".join(f'\ncosts {{ name: "{name}" cost_us: {_LONG_COPY_US:.0f} }}' for name in names if name not in known)
+    copies = {f"{kind}.{n}" if n else kind: copy_us for kind in _WRAPPED for n in range(_PROFILED_COPIES)}
+    text += "\n" + profile_text({name: us for name, us in {**costs_us, **copies}.items() if name not in known})
     # one file for the same text: the path is part of the compiler's options, and so of its cache key
     path = Path(tempfile.gettempdir()) / f"forebay-profile-{os.getuid()}-{_digest(text)}.pbtxt"
     if not path.is_file() or path.read_text(encoding="utf-8") != text:

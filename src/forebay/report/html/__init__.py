@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import UserError
-from forebay.report.html import sections
+from forebay.report.html import diff, sections
 from forebay.report.html.markup import Markup, el, fill, join, script_json
 from forebay.report.html.spans import drawing
 from forebay.timeline import Timeline
 
+_SOURCES = ("simulated from the compiled program under a cost model, not measured", "measured")
 _MARK = '<meta name="generator" content="forebay">'
 
 
@@ -48,9 +49,7 @@ def render(
         "title": join(title),
         "mark": _MARK,
         "machine": join(f"{timeline.devices} x {timeline.hardware}"),
-        "source": join(
-            "measured" if measured else "simulated from the compiled program under a cost model, not measured"
-        ),
+        "source": join(_SOURCES[measured]),
         "badge": join(timeline.source),
         "headline": sections.headline(timeline, compiled),
         "composition": sections.composition(timeline),
@@ -67,6 +66,37 @@ def render(
         "tables_script": _file("tables.js"),
     }  # fmt: skip
     return fill(_file("report.html"), parts)
+
+
+def render_diff(before: Timeline, after: Timeline, *, names: tuple[str, str]) -> str:
+    """The report of two timelines.
+
+    Args:
+        before, after: the steps.
+        names: what they are, such as two files' names.
+
+    Example:
+        `Path("diff.html").write_text(render_diff(before, after, names=("before", "after")))`
+    """
+    transfers, count = diff.transfers(before, after)
+    kinds = [_SOURCES[t.source == "measured"] for t in (before, after)]
+    each = [join(el("code", name), ": ", kind, ". ") for name, kind in zip(names, kinds, strict=True)]
+    sources = join(f"Both {kinds[0]}.") if kinds[0] == kinds[1] else join(*each)
+    parts = {
+        "mark": _MARK,
+        "before": join(names[0]),
+        "after": join(names[1]),
+        "sources": join("One training step, per device. ", sources),
+        "headline": diff.headline(before, after),
+        "bars": diff.bars(before, after, names),
+        "parts": diff.parts(before, after),
+        "transfers": transfers,
+        "count": join(f"{count:,}"),
+        "basis": diff.basis(before, after, names),
+        "style": _file("report.css"),
+        "tables_script": _file("tables.js"),
+    }
+    return fill(_file("diff.html"), parts)
 
 
 def check_report_file(flag: str, path: str) -> None:

@@ -9,7 +9,7 @@ from forebay.timeline import Exposed, Timeline
 from forebay.units import GiB, MiB, format_bytes, format_count, format_seconds
 
 _WAITS = 10
-_PHASES = {
+PHASES = {
     "forward": "forward", "backward": "backward", "recompute": "recompute", "optimizer": "optimizer",
     "compiler_remat": "recomputed by the compiler",
 }  # fmt: skip
@@ -20,34 +20,39 @@ def headline(timeline: Timeline, compiled: Mapping[str, Any] | None) -> Markup:
     """The numbers that the report is opened for."""
     share = timeline.exposed_s / timeline.step_time_s if timeline.step_time_s else 0.0
     cards = [
-        _card("Step time", format_seconds(timeline.step_time_s), f"on {timeline.devices} x {timeline.hardware}"),
-        _card("Model TFLOP/s per device", f"{timeline.tflops_per_device:,.0f}", "recompute not counted"),
-        _card("MFU", f"{timeline.mfu:.1%}", "of the peak in bfloat16"),
-        _card("Exposed", format_seconds(timeline.exposed_s), f"{share:.1%} of the step waits", "exposed"),
+        card("Step time", format_seconds(timeline.step_time_s), f"on {timeline.devices} x {timeline.hardware}"),
+        card("Model TFLOP/s per device", f"{timeline.tflops_per_device:,.0f}", "recompute not counted"),
+        card("MFU", f"{timeline.mfu:.1%}", "of the peak in bfloat16"),
+        card("Exposed", format_seconds(timeline.exposed_s), f"{share:.1%} of the step waits", "exposed"),
     ]
     if compiled is not None:
         hbm = compiled.get("hbm_bytes")
         total = compiled["device_bytes"]["total"]
         note = "per device" if hbm is None else f"of {format_bytes(hbm)} usable"
-        cards.append(_card("HBM at the peak", format_bytes(total), note, None if total <= (hbm or total) else "over"))
+        cards.append(card("HBM at the peak", format_bytes(total), note, None if total <= (hbm or total) else "over"))
     return el("div", *cards, class_="cards")
 
 
-def _card(name: str, value: str, note: str, style: str | None = None) -> Markup:
+def card(name: str, value: str, note: str, style: str | None = None) -> Markup:
+    """One number of the headline."""
     inside = (el("div", name, class_="name"), el("div", value, class_="value"), el("div", note, class_="note"))
     return el("div", *inside, class_=f"card {style}" if style else "card")
 
 
-def composition(timeline: Timeline) -> Markup:
-    """What the step is made of: a bar, and its parts in words."""
-    parts = [(_PHASES.get(p, p), p.replace("_", "-"), s) for p, s in timeline.compute_s.items()]
+def parts_of(timeline: Timeline) -> list[tuple[str, str, float]]:
+    """What the step is made of: name, style, seconds; compute by part first, then waits, the longest first."""
+    parts = [(PHASES.get(p, p), p.replace("_", "-"), s) for p, s in timeline.compute_s.items()]
     parts += [
         (f"exposed: {_KINDS.get(kind, kind)}", "exposed", s)
         for kind, s in sorted(timeline.waiting_s.items(), key=lambda item: -item[1])
     ]
-    parts = [p for p in parts if p[2] > 0]
+    return [p for p in parts if p[2] > 0]
+
+
+def bar(parts: Sequence[tuple[str, str, float]], style: str | None = None) -> Markup:
+    """Parts in the proportions of their seconds."""
     whole = sum(seconds for *_, seconds in parts) or 1.0
-    bar = [
+    spans = [
         el(
             "span",
             class_=f"fill-{style}",
@@ -56,6 +61,14 @@ def composition(timeline: Timeline) -> Markup:
         )
         for name, style, seconds in parts
     ]
+    label = ", ".join(f"{name} {seconds / whole:.1%}" for name, _, seconds in parts)
+    return el("div", *spans, class_="bar", role="img", aria_label=label, style=style)
+
+
+def composition(timeline: Timeline) -> Markup:
+    """What the step is made of: a bar, and its parts in words."""
+    parts = parts_of(timeline)
+    whole = sum(seconds for *_, seconds in parts) or 1.0
     items = [
         el(
             "li",
@@ -64,8 +77,7 @@ def composition(timeline: Timeline) -> Markup:
         )
         for name, style, seconds in parts
     ]  # fmt: skip
-    label = ", ".join(f"{name} {seconds / whole:.1%}" for name, _, seconds in parts)
-    return join(el("div", *bar, class_="bar", role="img", aria_label=label), el("ul", *items, class_="parts"))
+    return join(bar(parts), el("ul", *items, class_="parts"))
 
 
 def waits(timeline: Timeline) -> Markup:
@@ -88,6 +100,11 @@ def transfers(timeline: Timeline) -> Markup:
     return _transfers(list(enumerate(timeline.exposed)), timeline.step_time_s, "transfers")
 
 
+def kind_of_transfer(e: Exposed) -> str:
+    """The direction of a copy, what a collective does."""
+    return e.opcode.removesuffix("-start") if e.kind == "collective" else _KINDS.get(e.kind, e.kind)
+
+
 def _transfers(rows: Sequence[tuple[int, Exposed]], step_time_s: float, name: str) -> Markup:
     heads = [
         ("what", ""), ("kind", ""), ("part", ""), ("times", "n"), ("each", "n"), ("takes", "n"), ("exposed", "n"),
@@ -95,7 +112,7 @@ def _transfers(rows: Sequence[tuple[int, Exposed]], step_time_s: float, name: st
     ]  # fmt: skip
     body = []
     for number, e in rows:
-        kind = e.opcode.removesuffix("-start") if e.kind == "collective" else _KINDS.get(e.kind, e.kind)
+        kind = kind_of_transfer(e)
         share = e.exposed_s / step_time_s if step_time_s else 0.0
         exposed = el(
             "td", format_seconds(e.exposed_s) if e.exposed_s else "-", data_v=e.exposed_s,
@@ -104,7 +121,7 @@ def _transfers(rows: Sequence[tuple[int, Exposed]], step_time_s: float, name: st
         cells = (
             el("td", el("code", e.name)),
             el("td", kind),
-            el("td", _PHASES.get(e.phase, e.phase)),
+            el("td", PHASES.get(e.phase, e.phase)),
             el("td", f"{e.count:,.0f}", data_v=e.count, class_="n"),
             el("td", format_bytes(e.num_bytes), data_v=e.num_bytes, class_="n"),
             el("td", format_seconds(e.time_s), data_v=e.time_s, class_="n"),
