@@ -108,10 +108,27 @@ def simulated(module: Any, model_flops: float) -> dict[str, Any]:
 
     made = timeline(module, "gb200", devices=DEVICES, model_flops=model_flops)
     return {
-        "step_s": made.step_time_s, "tflops_per_device": made.tflops_per_device, "hardware_flops": made.hardware_flops,
+        "attention_s": attention_s(module), "step_s": made.step_time_s, "tflops_per_device": made.tflops_per_device, "hardware_flops": made.hardware_flops,
         "compute_s": made.compute_s, "collective_s": made.collective_s, "waiting_s": made.waiting_s,
         "kinds": made.kinds, "lanes": made.lanes, "unknown_share": made.unknown_share, "unknown": made.unknown,
     }  # fmt: skip
+
+
+def attention_s(module: Any) -> dict[str, float]:
+    """Seconds in the loops of blockwise attention, by part of the step: those that multiply queries and keys."""
+    from forebay.hardware import get_hardware
+    from forebay.timeline.costs import CostModel
+    from forebay.timeline.simulate import simulate
+    from forebay.xla.schedule import read_schedule
+
+    names = {i.name: i.op_name for i in module.instructions()}
+    run = simulate(read_schedule(module, "cuda", DEVICES), CostModel(get_hardware("gb200"), DEVICES))
+    loops = {e.loop for e in run.events if "bgrsk,btgk->bgrst" in names.get(e.op.instruction, "")}
+    spent: dict[str, float] = {}
+    for e in run.events:
+        if e.kind == "work" and e.loop in loops:
+            spent[e.op.phase] = spent.get(e.op.phase, 0.0) + e.count * e.seconds
+    return spent
 
 
 def expert_flops(module: Any) -> float:
