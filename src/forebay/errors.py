@@ -9,10 +9,12 @@ import difflib
 from collections.abc import Iterable
 
 EXIT_OK = 0
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_WRONG_NUMBERS = 3
 EXIT_DOES_NOT_FIT = 4
 EXIT_NOT_HIDDEN = 5
+EXIT_INTERRUPTED = 130
 
 
 class UserError(ValueError):

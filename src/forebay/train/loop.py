@@ -22,8 +22,9 @@ from forebay.report.plots import loss_curve
 from forebay.report.training import TrainingDisplay
 from forebay.train.checkpoint import Checkpoints, truncate_metrics
 from forebay.train.data import load_tokenizer, make_train_iterator, make_validation_batches, unigram_entropy
-from forebay.train.metrics import MetricsFile, StepMetrics, read_metrics
+from forebay.train.metrics import MetricsFile, NoMetricsFile, StepMetrics, read_metrics
 from forebay.train.planning import run_options
+from forebay.train.processes import StopVote, is_first, rows_here, together
 from forebay.train.program import Program
 from forebay.train.run_config import TrainConfig, to_yaml
 from forebay.train.sample import sample
@@ -54,13 +55,16 @@ class TrainResult:
 def train(config: TrainConfig, program: Program, console: Console) -> TrainResult:
     """Runs `program` on the devices of its mesh. The run directory is made once everything is ready to start.
 
+    Where there are several processes all of them call this, with the same arguments, and a file system that they share;
+    the first writes the files, checkpoints are written by all. The result is the same in each.
+
     Raises:
         UserError: data, weights or checkpoint that do not go with the configuration.
         MissingExtraError: a package that the run will need, now or at its end, is not installed.
         NonFiniteLossError: the loss became infinite or not a number; no checkpoint is written then.
     """
     start = time.perf_counter()
-    check_run_dir(config)
+    together(lambda: check_run_dir(config))
     _check_packages(config)
     run_dir = Path(config.run_dir)
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -70,9 +74,12 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
             f"{program.model.vocab}: set --sizes.vocab to at least {tokenizer.vocab_size}"
         )
     prompt = _prompt(config, tokenizer)
-    processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    data = make_train_iterator(config.data, batch=config.batch, seq=config.seq, **processes)
-    validation = _validation_batches(config, processes)
+    tokens = program.abstract_batch["inputs"].shape
+    index, count = rows_here(program.batch_shardings["inputs"], tokens)
+    data = make_train_iterator(
+        config.data, batch=config.batch, seq=config.seq, process_index=index, process_count=count
+    )
+    validation = _validation_batches(config)
     # Orbax takes seconds to import; a run that neither resumes nor saves soon should not wait for it
     checkpoints = _Lazily(lambda: Checkpoints(run_dir / "checkpoints", config.keep_checkpoints))
     if config.resume:
@@ -84,10 +91,8 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
     if done >= config.steps:
         raise UserError(f"the run in {run_dir} has done its {done} steps: raise --steps to go on")
 
-    _record_run(config, program, done)
-    if config.resume:
-        truncate_metrics(run_dir / "metrics.jsonl", done)
-    file = MetricsFile(run_dir, config.tensorboard)
+    together(lambda: _record_run(config, program, done) if is_first() else None)
+    file = MetricsFile(run_dir, config.tensorboard) if is_first() else NoMetricsFile()
     recorder = _Recorder(program, file, validation, start)
     recorder.kept_step = done if config.resume else None
     # the options that `forebay compile` compiles with: what it says is said of this program
@@ -96,11 +101,12 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
     for note in notes:
         console.print(f"note: {note}", style="yellow", highlight=False)
     step_function = program.jit_step(options)
+    vote = StopVote(program.sharding.mesh)
     try:
         with TrainingDisplay(console, config.steps, done) as display, _stop_signals() as stopped:
             recorder.show = display.update
             for step in range(done + 1, config.steps + 1):
-                state, results = step_function(state, _place(program, next(data)))
+                state, results = step_function(state, _place(program, next(data), config.batch))
                 recorder.finish_pending()  # of the step before, while this one runs: the device never waits for us
                 recorder.pending = (step, results)
                 if step == config.steps or _due(config.validate_every, step):
@@ -110,7 +116,7 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
                     checkpoints().save(step, state, data.get_state(), program)
                     recorder.kept_step = step
                     recorder.restart_clock()
-                if stopped:
+                if vote(stopped):
                     break
             recorder.finish_pending()
         finished = int(state.step)
@@ -120,7 +126,8 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
         data.close()
         checkpoints.close()
     entropy = unigram_entropy(validation) if validation else None
-    loss_curve(read_metrics(run_dir), entropy, run_dir / "loss.png")
+    if is_first():
+        loss_curve(read_metrics(run_dir), entropy, run_dir / "loss.png")
     interrupted = finished < config.steps
     text = None
     if prompt is not None and not interrupted:
@@ -142,7 +149,7 @@ class _Recorder:
     checkpoint) the next step has no time of its own.
     """
 
-    def __init__(self, program: Program, file: MetricsFile, validation: list[Any], start: float):
+    def __init__(self, program: Program, file: MetricsFile | NoMetricsFile, validation: list[Any], start: float):
         self._metrics = StepMetrics(program)
         self._program = program
         self._file = file
@@ -180,7 +187,10 @@ class _Recorder:
         self.loss = record["loss"]
         finite = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
         if finite and validate_with is not None and self._validation:
-            losses = [self._evaluate(validate_with, _place(self._program, batch)) for batch in self._validation]
+            losses = [
+                self._evaluate(validate_with, _place(self._program, batch, len(batch["inputs"])))
+                for batch in self._validation
+            ]
             self.validation_loss = record["validation_loss"] = float(np.mean(jax.device_get(losses)))
             self.restart_clock()
             finite = math.isfinite(self.validation_loss)
@@ -258,7 +268,8 @@ def _check_packages(config: TrainConfig) -> None:
 
 
 def _record_run(config: TrainConfig, program: Program, done: int) -> None:
-    """Makes the run directory and writes the configuration and the plan.
+    """Makes the run directory, writes the configuration and the plan, and drops the records of steps that will be done
+    again.
 
     Where a resumed run has others than the steps before it, those are set aside under the number of steps done. What
     already lies there stays: the attempt that it made way for led to no checkpoint.
@@ -276,6 +287,8 @@ def _record_run(config: TrainConfig, program: Program, done: int) -> None:
             if file.exists() and file.read_text() != text and not aside.exists():
                 file.rename(aside)
             file.write_text(text)
+        if config.resume:
+            truncate_metrics(run_dir / "metrics.jsonl", done)
     except OSError as error:
         raise UserError(f"cannot write the run directory {str(run_dir)!r}: {error.strerror}") from None
 
@@ -287,18 +300,18 @@ def _first_state(config: TrainConfig, program: Program) -> TrainState:
     return program.state_of(program.model.load_hugging_face(config.weights, shardings=shardings))
 
 
-def _validation_batches(config: TrainConfig, processes: dict[str, int]) -> list[Any]:
+def _validation_batches(config: TrainConfig) -> list[Any]:
+    """Whole batches, in every process: there are few."""
     if config.validation_batches == 0 or (config.data.validation_fraction == 0 and config.data.validation_path is None):
         return []
     micro = config.batch // config.accumulate
-    return make_validation_batches(
-        config.data, batch=micro, seq=config.seq, max_batches=config.validation_batches, **processes
-    )
+    return make_validation_batches(config.data, batch=micro, seq=config.seq, max_batches=config.validation_batches)
 
 
-def _place(program: Program, batch: Any) -> dict[str, jax.Array]:
+def _place(program: Program, batch: Any, rows: int) -> dict[str, jax.Array]:
+    """A batch of `rows` over all processes on the devices, from this process's rows of it or from all."""
     return {
-        name: jax.make_array_from_process_local_data(sharding, batch[name])
+        name: jax.make_array_from_process_local_data(sharding, batch[name], (rows, program.config.seq))
         for name, sharding in program.batch_shardings.items()
     }
 

@@ -81,6 +81,16 @@ class MetricsFile:
             self._events.close()
 
 
+class NoMetricsFile:
+    """What processes other than the first write to."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        del record
+
+    def close(self) -> None:
+        pass
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The records of a run so far."""
     file = run_dir / "metrics.jsonl"

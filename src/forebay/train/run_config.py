@@ -66,6 +66,31 @@ class TrainConfig(ProgramConfig):
             raise UserError(f"seed={self.seed} must be less than {2**31}")
 
 
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig(TrainConfig):
+    """A training run and the processes that it is started in, which are no part of it: what a run directory holds does
+    not depend on them.
+
+    Attributes:
+        processes: how many processes the run has. With more than 1 and no coordinator all are started here, on this
+            machine's CPU.
+        devices: CPU devices of all processes together; by default those of the mesh, else one for each process.
+        coordinator: host:port of the first process, where a launcher starts them; auto leaves that, their number and
+            process_id to jax, which knows SLURM, Open MPI, Kubernetes and Cloud TPU.
+        process_id: which of the processes this is, from 0, where a launcher starts them.
+    """
+
+    processes: int = 1
+    devices: int | None = None
+    coordinator: str = ""
+    process_id: int | None = None
+
+    @property
+    def run(self) -> TrainConfig:
+        """The run alone."""
+        return TrainConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig)})
+
+
 def to_yaml(config: TrainConfig) -> str:
     """The configuration with every field, as a file that `--config` reads back."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)

@@ -142,7 +142,12 @@ class _Reader:
             if computation in ops:
                 continue
             body = self.module.computations[computation]
-            ops[computation] = tuple(self._ops(body, phase))
+            found = self._ops(body, phase)
+            if phase in ("backward", "recompute"):
+                # XLA merges computations that are equal, and their metadata are then those of the first: the loop of an
+                # attention that is made again says that it is the forward pass's
+                found = [dataclasses.replace(op, phase=phase) if op.phase == "forward" else op for op in found]
+            ops[computation] = tuple(found)
             numbered = sorted((int(i.rest.partition(")")[0]), i.name) for i in body if i.opcode == "parameter")
             parameters[computation] = tuple(name for _, name in numbered)
             root = self.module.root(computation)
