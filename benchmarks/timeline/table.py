@@ -24,8 +24,7 @@ def table(cases: Sequence[Any], rows: list[dict[str, Any]], speed: Sequence[dict
     ]  # fmt: skip
     for case in cases:
         gains = {same: _gain(case, made, same) for same in ("same", "own")}
-        # on a TPU there are no options to share
-        gain = gains["own"] if gains["same"] is None else gains["same"]
+        gain = gains["same"]
         if gain is None:
             lines.append(f"| {case.title} | {_percent(case.reported - 1)} | not run | | | | |")
             continue

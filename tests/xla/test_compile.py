@@ -103,16 +103,12 @@ def test_every_offloaded_tensor_goes_out_and_comes_back_once_a_layer(hardware):
     for t in step.transfers:
         moved[t.name, t.direction, t.num_bytes] += t.count
     names = ("query_proj", "key_proj", "value_proj", "out_proj", "mlpwi_0", "mlpwi_1")
-    slices = {(name, direction, BYTES[name]): LAYERS for name in names for direction in ("d2h", "h2d")}
-    # a TPU's compiler may also copy a whole stack to change its layout
-    stacks = {key: count for key, count in moved.items() if key not in slices}
-    assert moved - Counter(stacks) == Counter(slices)
-    assert all(size == LAYERS * BYTES[name] for name, _, size in stacks) and not (stacks and hardware == "gb200")
+    assert moved == {(name, direction, BYTES[name]): LAYERS for name in names for direction in ("d2h", "h2d")}
     assert step.violations == ()
 
 
 @pytest.mark.slow
-def test_a_tpu_fetches_earlier_with_its_options_than_without_and_stores_no_later():
+def test_a_tpu_fetches_and_stores_behind_more_work_with_its_options_than_without():
     def mean_window(step: CompiledStep, direction: str) -> float:
         copies = [t for t in step.transfers if (t.direction, t.where) == (direction, "loop")]
         return 1 - sum(t.exposed_bytes for t in copies) / sum(t.num_bytes * t.count for t in copies)
@@ -120,7 +116,8 @@ def test_a_tpu_fetches_earlier_with_its_options_than_without_and_stores_no_later
     program, step = compiled("v5p", "minimal_offloaded,context=device")
     plain = compile_step(program.jit_step(), (program.abstract_state, program.abstract_batch), options={})
     assert mean_window(step, "h2d") > mean_window(plain, "h2d") + 0.1
-    assert mean_window(step, "d2h") >= mean_window(plain, "d2h")
+    # a layer's projections need not leave before the next layer makes its own
+    assert min(t.window for t in step.transfers if (t.direction, t.where) == ("d2h", "loop")) > 0.9
 
 
 def test_ranges_of_layers_place_their_own_layers_only():

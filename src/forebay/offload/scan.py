@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from forebay.errors import UserError, unknown
 from forebay.graph.residuals import Residual, carried_names, input_names, residuals, vjp_by
@@ -482,6 +483,7 @@ def _host_writer(axis: int) -> Callable[..., Any]:
 
     @jax.custom_batching.custom_vmap
     def write(stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
+        value = jax.lax.platform_dependent(value, tpu=_row_major, default=lambda value: value)
         return jax.lax.dynamic_update_index_in_dim(stack, value, i, axis, allow_negative_indices=False)
 
     @write.def_vmap
@@ -495,6 +497,19 @@ def _host_writer(axis: int) -> Callable[..., Any]:
         return _host_writer(axis + 1)(stack, value, i), True
 
     return write
+
+
+def _row_major(value: jax.Array) -> jax.Array:
+    """`value` with its last dimension innermost and its first outermost, which is a copy on the device where it is not.
+
+    A TPU's compiler carries what a layer stores to the next iteration and sends it from there. Without a copy the layer
+    after it makes its own value in the same place, so that the transfer must be over by then: in a tenth of a layer
+    for the projections of attention, which the compiler lays out with heads outside of tokens. Where the last but
+    one dimension does not fill tiles of 8, this layout would be padded, and is left to the compiler.
+    """
+    if value.ndim < 2 or value.shape[-2] % 8:
+        return value
+    return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
 
 
 def _buffers(length: int, avals: Sequence[Any], first: int) -> list[jax.Array]:

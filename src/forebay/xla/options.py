@@ -18,6 +18,7 @@ from forebay.xla.versions import DOUBLE_BUFFERING, compiler_before, distrusted_o
 
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 TPU_SCHEDULING = "xla_tpu_use_aggressive_scheduling"
+TPU_EARLY_STARTS = "xla_lhs_enable_release_start_policy"
 
 _CHECKER_OPTION, _CHECKER_OFF = "xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF"
 """Keeps XLA from warning of every instruction that the profile does not have."""
@@ -29,6 +30,7 @@ _WITHOUT = {
     "xla_gpu_experimental_parallel_async_compute_limit": "copies between forward and backward pass wait for one another",
     PROFILE_OPTION: "copies from the host may wait until just before they are needed",
     TPU_SCHEDULING: "copies from the host begin only as early as the compiler thinks they take",
+    TPU_EARLY_STARTS: "copies to the host begin after the layer's first products",
     "xla_gpu_memory_limit_slop_factor": "XLA counts host memory as device memory and may recompute to save it",
 }
 """What is lost where a build does not have an option. Others are dropped in silence."""
@@ -87,7 +89,7 @@ def compiler_options(
     if platform in ("cuda", "gpu"):
         options = _gpu_options(deviceless, offloads, memory_limit_percent, os.environ if environ is None else environ)
     elif platform == "tpu":
-        options = {TPU_SCHEDULING: "ENABLED"} if offloads else {}
+        options = {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True} if offloads else {}
     else:
         return {}
     lacking = {n: f"this build of XLA has no option {n}" for n in options if not knows_flag(platform, n)}
