@@ -129,7 +129,7 @@ def _row(key: tuple[str, str, str], sums: Sequence[_Sum], step: float) -> Markup
     return el(
         "tr", el("td", el("code", name)), el("td", kind), el("td", PHASES.get(phase, phase)),
         *_changed(a.exposed_s, b.exposed_s, step),
-        both(*windows, b.window or 0.0),
+        both(windows[0], windows[1], b.window or 0.0),
         both(f"{a.count:,.0f}", f"{b.count:,.0f}", b.count),
         both(format_bytes(int(a.num_bytes)), format_bytes(int(b.num_bytes)), b.num_bytes),
         both(format_seconds(a.time_s), format_seconds(b.time_s), b.time_s),
