@@ -108,7 +108,8 @@ def simulated(module: Any, model_flops: float) -> dict[str, Any]:
 
     made = timeline(module, "gb200", devices=DEVICES, model_flops=model_flops)
     return {
-        "attention_s": attention_s(module), "step_s": made.step_time_s, "tflops_per_device": made.tflops_per_device, "hardware_flops": made.hardware_flops,
+        "attention_s": attention_s(module), "step_s": made.step_time_s, "tflops_per_device": made.tflops_per_device,
+        "hardware_flops": made.hardware_flops,
         "compute_s": made.compute_s, "collective_s": made.collective_s, "waiting_s": made.waiting_s,
         "kinds": made.kinds, "lanes": made.lanes, "unknown_share": made.unknown_share, "unknown": made.unknown,
     }  # fmt: skip

@@ -326,7 +326,7 @@ def test_placements_that_do_not_cover_the_layers_once_and_in_order(ranges):
 
 
 def test_a_plan_without_the_stack():
-    with pytest.raises(UserError, match="unknown layer stack 'decoder'.*layers"):
+    with pytest.raises(UserError, match=r"unknown layer stack 'decoder'.*layers"):
         scan_layers(block, Plan(place((0, 3, {}))), *example(3), stack="decoder")
 
 

@@ -324,11 +324,11 @@ def test_an_interrupt_finishes_the_step_and_keeps_it(config, monkeypatch):
     real = loop._place
     calls = []
 
-    def place(program, batch):
+    def place(*arguments):
         calls.append(1)
         if len(calls) == 3:
             signal.raise_signal(signal.SIGINT)
-        return real(program, batch)
+        return real(*arguments)
 
     monkeypatch.setattr(loop, "_place", place)
     result, _ = run(dataclasses.replace(config, validation_batches=0))

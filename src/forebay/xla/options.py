@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.xla.flags import knows_flag
-from forebay.xla.versions import DOUBLE_BUFFERING, distrusted_options
+from forebay.xla.versions import DOUBLE_BUFFERING, compiler_before, distrusted_options
 
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 TPU_SCHEDULING = "xla_tpu_use_aggressive_scheduling"
@@ -109,6 +109,8 @@ def _gpu_options(
     }
     if deviceless:
         options["xla_gpu_autotune_level"] = 0
+        if compiler_before("0.12"):  # with which products that no kernel was timed for do not compile to Triton's
+            options["xla_gpu_enable_triton_gemm"] = False
     if offloads:
         options |= {
             "xla_gpu_enable_pipelined_host_offloading": True,

@@ -73,11 +73,18 @@ def distrusted_options(platform: str) -> dict[str, str]:
     """
     if platform not in ("cuda", "gpu"):
         return {}
+    return options_without(*_gpu_compiler())
+
+
+def compiler_before(version: str) -> bool:
+    """Whether the installed compiler for GPUs is of a release before `version`."""
+    return _release(_gpu_compiler()[1]) < _release(version)
+
+
+def _gpu_compiler() -> tuple[str, str]:
+    """The package that brings XLA for GPUs, and its version."""
     installed = versions()
-    package, version = next(
-        ((p, installed[p]) for p in _GPU_COMPILERS if p in installed), ("jaxlib", installed["jaxlib"])
-    )
-    return options_without(package, version)
+    return next(((p, installed[p]) for p in _GPU_COMPILERS if p in installed), ("jaxlib", installed["jaxlib"]))
 
 
 def options_without(package: str, version: str) -> dict[str, str]:

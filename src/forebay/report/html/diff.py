@@ -125,11 +125,11 @@ def _row(key: tuple[str, str, str], sums: Sequence[_Sum], step: float) -> Markup
     def both(one: str, other: str, value: float) -> Markup:
         return el("td", one if one == other else f"{one} to {other}", data_v=value, class_="n")
 
-    windows = ["-" if s.window is None else f"{s.window:.0%}" for s in (a, b)]
+    before, after = ("-" if s.window is None else f"{s.window:.0%}" for s in (a, b))
     return el(
         "tr", el("td", el("code", name)), el("td", kind), el("td", PHASES.get(phase, phase)),
         *_changed(a.exposed_s, b.exposed_s, step),
-        both(windows[0], windows[1], b.window or 0.0),
+        both(before, after, b.window or 0.0),
         both(f"{a.count:,.0f}", f"{b.count:,.0f}", b.count),
         both(format_bytes(int(a.num_bytes)), format_bytes(int(b.num_bytes)), b.num_bytes),
         both(format_seconds(a.time_s), format_seconds(b.time_s), b.time_s),
