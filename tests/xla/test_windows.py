@@ -9,13 +9,14 @@ from forebay.hardware import get_hardware
 from forebay.train.config import OptimizerConfig, ProgramConfig
 from forebay.train.program import make_program
 from forebay.xla.compile import compile_hidden
+from forebay.xla.copies import host_copy_bytes
 from forebay.xla.exposure import MemoryLimit, explain, exposed
 from forebay.xla.hlo import parse_module
 from forebay.xla.invariants import violations
 from forebay.xla.options import compiler_options
 from forebay.xla.remat import remat_clones
 from forebay.xla.topology import compile_only_devices
-from forebay.xla.windows import Transfer, host_copy_bytes, transfers
+from forebay.xla.windows import Transfer, transfers
 
 HOST = "f32[10,64]{1,0:S(5)}"
 SLICE = "f32[1,64]{1,0}"

@@ -33,7 +33,7 @@ from forebay.offload.policy import apply
 from forebay.offload.stream import on_host
 from forebay.planner.placement import EVERYTHING, Placement
 from forebay.planner.plan import Plan
-from forebay.xla.windows import WEIGHT
+from forebay.xla.copies import WEIGHT
 
 UNNAMED = "unnamed"
 LAYER_INPUT = "layer_input"

@@ -15,6 +15,7 @@ from typing import Any
 
 from forebay.errors import UserError
 from forebay.xla.buffers import Assignment, read_assignment
+from forebay.xla.copies import buffer_scopes, host_copy_bytes
 from forebay.xla.exposure import exposed
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, parse_module
 from forebay.xla.host_arguments import mark_host
@@ -23,7 +24,7 @@ from forebay.xla.memory import Row, memory_rows
 from forebay.xla.options import variants
 from forebay.xla.remat import RematClones, remat_clones
 from forebay.xla.versions import versions
-from forebay.xla.windows import Transfer, buffer_scopes, host_copy_bytes, transfers
+from forebay.xla.windows import Transfer, transfers
 
 SCHEMA = "forebay.compile/1"
 

@@ -19,9 +19,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from forebay.units import format_bytes
 from forebay.xla.buffers import Assignment
+from forebay.xla.copies import GRADIENT, UPDATE, WEIGHT, BufferScopes, host_copies
 from forebay.xla.follow import Follower, Step, Value
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Instruction, Module, arrays_of
-from forebay.xla.windows import GRADIENT, UPDATE, WEIGHT, BufferScopes, Transfer, host_copies
+from forebay.xla.windows import Transfer
 
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
 _WORKED_OUT = re.compile(r'"dynamic_slice_config":\{((?:[^{}]|\{[^{}]*\})*)\}')

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from typing import Literal, get_args
 
 from forebay.xla.buffers import Allocation, Assignment, Held, peak
+from forebay.xla.copies import BufferScopes
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, arrays_of
-from forebay.xla.windows import BufferScopes
 
 Kind = Literal["parameter", "optimizer", "gradient", "activation", "copy", "workspace", "logits", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
