@@ -72,7 +72,7 @@ def _cpu_seconds(pid: int) -> float:
 
 def _as_printed(dumped: str) -> str:
     """Dumped text in the form that `as_text()` has: asynchronous operations by their names, tuples' elements apart."""
-    from jaxlib import _hlo
+    from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
 
     return _hlo.hlo_module_from_text(dumped).to_string()
 

@@ -141,10 +141,11 @@ def on_tpu(*case: Any) -> dict[str, Any]:
     from forebay.timeline import timeline
     from forebay.timeline.costs import Efficiency
     from forebay.xla.buffers import read_assignment
+    from forebay.xla.copies import host_copy_bytes
     from forebay.xla.hlo import HOST_MEMORY_SPACE, parse_module
     from forebay.xla.remat import remat_clones
     from forebay.xla.versions import versions
-    from forebay.xla.windows import host_copy_bytes, transfers
+    from forebay.xla.windows import transfers
 
     machine = get_hardware(case[1])
     with scheduled([sys.executable, __file__, "--case", *map(str, case)]) as made:
