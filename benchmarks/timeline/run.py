@@ -214,8 +214,10 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    speed = HERE / "speed.json"
-    (HERE / "results.md").write_text(table(CASES, rows, json.loads(speed.read_text()) if speed.is_file() else []))
+    speed, deepseek = (
+        json.loads(f.read_text()) if f.is_file() else [] for f in (HERE / "speed.json", HERE / "deepseek.json")
+    )
+    (HERE / "results.md").write_text(table(CASES, rows, speed, deepseek))
 
 
 if __name__ == "__main__":
