@@ -64,7 +64,8 @@ CASES = (
         "other Llama results; what was offloaded is not public)",
         remark="Not recomputing query, key and value takes 0.33 s of arithmetic away, 2.1 % of the step. Most of that is lost "
         "again: in the offloading step's schedule more all-gathers of weights end right after they start, and 0.28 s more is "
-        "spent waiting for them. The scheduler treats all kernels as equally short, so what it hides is partly chance",
+        "spent waiting for them. The scheduler treats all kernels as equally short, so what it hides is partly chance. With the timeline's "
+        "times for both sides (`--profile timeline`, [profile.md](profile.md)) the gain is +4.4 %",
     ),
     Case(
         "70b-h200", "Llama 3.3 70B, 8 H200: query, key and value offloaded against full recompute", 1.069,
@@ -271,8 +272,10 @@ def main() -> None:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    speed = HERE / "speed.json"
-    (HERE / "results.md").write_text(table(CASES, rows, json.loads(speed.read_text()) if speed.is_file() else []))
+    speed, deepseek = (
+        json.loads(f.read_text()) if f.is_file() else [] for f in (HERE / "speed.json", HERE / "deepseek.json")
+    )
+    (HERE / "results.md").write_text(table(CASES, rows, speed, deepseek))
 
 
 if __name__ == "__main__":
