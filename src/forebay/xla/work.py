@@ -147,9 +147,10 @@ class WorkReader:
             self.notes["some collectives' groups are in a form that is not known: all devices were taken"] = None
             groups = Groups((tuple(range(self.devices)),))
         operands = self.module.operands(start)
-        if base(i.opcode) == "ragged-all-to-all":
-            operands = operands[:1]
         put_in = sum(a.num_bytes for o in operands for a in o.arrays)
+        if base(i.opcode) == "ragged-all-to-all":
+            # rows from one buffer to another, of which the experts' has room for more than there are in balance
+            put_in = min(sum(a.num_bytes for a in o.arrays) for o in operands[:2])
         opcode = "collective-permute" if i.opcode in ("send", "recv") else base(i.opcode)
         size = put_in * groups.size if opcode == "all-gather" else put_in
         return Work("collective", collective=Collective(opcode, size, groups))
