@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.hardware import Hardware
 from forebay.timeline.build import timeline
 from forebay.timeline.costs import CostModel, Efficiency
+from forebay.timeline.timeline import Timeline
 from forebay.units import format_seconds
 from forebay.xla.exposure import exposed
 from forebay.xla.hlo import Module
@@ -30,13 +31,18 @@ _COPIES = ("d2h", "h2d", "h2h")
 
 
 def costs_us(
-    module: Module, hardware: Hardware, devices: int, efficiency: Efficiency | None = None
+    module: Module,
+    hardware: Hardware,
+    devices: int,
+    efficiency: Efficiency | None = None,
+    *,
+    fused_attention: bool = False,
 ) -> dict[str, float]:
     """Microseconds of a compiled step's kernels, collectives and loops alone on the machine, by instruction.
 
     Of a collective it is from start to done, under the name of its start. Copies between device and host are left out.
     """
-    schedule = read_schedule(module, hardware.platform, devices)
+    schedule = read_schedule(module, hardware.platform, devices, fused_attention=fused_attention)
     alone = _Alone(schedule, CostModel(hardware, devices, efficiency or Efficiency()))
     found = {op.instruction: 1e6 * alone(op) for ops in schedule.ops.values() for op in ops if not _is_copy(op)}
     return {name: us for name, us in found.items() if us > 0}
@@ -91,6 +97,8 @@ def profiled(
     devices: int,
     usable_bytes: int,
     compile_again: Callable[[Mapping[str, Any]], "CompiledStep"],
+    *,
+    fused_attention: bool = False,
 ) -> Profiled:
     """Compiles a step again with a profile of its own times, and keeps what its timeline says is faster.
 
@@ -101,10 +109,15 @@ def profiled(
         compiled: the step, compiled for `devices` of `hardware` under `options`.
         usable_bytes: the device memory that a program may use.
         compile_again: compiles the same program under other options.
+        fused_attention: see `forebay.timeline`.
     """
     if compiled.refused is not None:
         return Profiled(compiled, options, 0.0, None, False, "no profile was tried: the compiler refused the step")
-    first = timeline(compiled.module, hardware, devices=devices)
+
+    def simulated(step: "CompiledStep") -> Timeline:
+        return timeline(step.module, hardware, devices=devices, fused_attention=fused_attention)
+
+    first = simulated(compiled)
     before = first.step_time_s
 
     def keep_first(why: str, after: float | None = None) -> Profiled:
@@ -112,7 +125,9 @@ def profiled(
 
     if first.exposed_s < WORTH * before:
         return keep_first("no profile was tried: the step waits for next to nothing")
-    again = with_profile(options, hardware.platform, costs_us(compiled.module, hardware, devices))
+    again = with_profile(
+        options, hardware.platform, costs_us(compiled.module, hardware, devices, fused_attention=fused_attention)
+    )
     if again is None:
         return keep_first(
             "no profile was tried: this compiler takes none, or has one of your own that cannot be added to"
@@ -120,7 +135,7 @@ def profiled(
     second = compile_again(again)
     if (worse := _worse(compiled, second, usable_bytes)) is not None:
         return keep_first(f"the profile of the timeline's times was dropped: with it {worse}")
-    after = timeline(second.module, hardware, devices=devices).step_time_s
+    after = simulated(second).step_time_s
     if after > (1 - WORTH) * before:
         return keep_first(
             f"the profile of the timeline's times was dropped: {format_seconds(after)} a step with it, "

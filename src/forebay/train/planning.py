@@ -89,7 +89,10 @@ def planned_program(
             raise WrongNumbersError(explain_violations(compiled.violations))
         report = compile_json(compiled, candidate, hardware, memory_fraction, done.options)
         notes = (*done.notes, *([report["exposed"]] if report["exposed"] else []))
-        made = report["timeline"] = of_compiled(compiled, hardware, len(devices), program.flops_per_step / len(devices))
+        made = report["timeline"] = of_compiled(
+            compiled, hardware, len(devices), program.flops_per_step / len(devices),
+            fused_attention=program.kernel.stands_in,
+        )  # fmt: skip
         return Measured(
             compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes,
             None if made is None else made["step_time_s"],
@@ -152,6 +155,7 @@ def compile_program(
     made = profiled(
         compiled, options, hardware, program.sharding.mesh.size, hardware.usable_hbm_bytes(memory_fraction),
         lambda options: compile_step(step, args, options=options, save_hlo=second, **about),
+        fused_attention=program.kernel.stands_in,
     )  # fmt: skip
     if save_hlo is not None and second is not None and second.exists():
         second.replace(save_hlo) if made.kept else second.unlink()

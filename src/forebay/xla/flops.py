@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from forebay.xla.hlo import Array, Instruction, Module, arrays_of
 
 _CALLS = ("calls", "to_apply", "called_computations", "true_computation", "false_computation")
+BLOCKWISE_SCOPE, BLOCKWISE_BACKWARD_SCOPE = "blockwise_attention", "blockwise_attention_backward"
+"""The scopes of the loops of `forebay.ops.attention.blockwise`: their products are those that a fused kernel makes."""
+
 _FLOATS = ("bf16", "f16", "f32")
 
 # Products of length x length x head dim that fused attention makes: forward Q K^T and P V; backward Q K^T

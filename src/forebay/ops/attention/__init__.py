@@ -29,6 +29,11 @@ class KernelChoice:
     at_run_time: str
 
     @property
+    def stands_in(self) -> bool:
+        """Whether the program has the blockwise form where a fused kernel will run."""
+        return self.compiled == "blockwise" != self.at_run_time
+
+    @property
     def note(self) -> str | None:
         """What to say beside the numbers of a compile whose kernel is not the one that will run."""
         if self.compiled == self.at_run_time:
