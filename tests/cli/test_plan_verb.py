@@ -134,18 +134,25 @@ def test_refusals(capsys):
     assert "max_compiles=0 must be at least 1" in refused(capsys, *SMALL, "--max_compiles", "0")
 
 
-def test_the_largest_batch_and_the_meshes(capsys, tmp_path):
+# what is asked here is which batch and mesh: one compile each, and nothing but activations to decide
+ONE_COMPILE = [
+    *SIZES, "--hardware", "h200", "--devices", "2", "--batch", "2", "--max_compiles", "1",
+    "--optimizer_host_fraction", "0", "--parameters_host_fraction", "0",
+]  # fmt: skip
+
+
+def test_the_largest_batch(capsys, tmp_path):
     picture = tmp_path / "pareto.png"
-    arguments = [*SIZES, "--hardware", "h200", "--devices", "2", "--batch", "2"]
-    # what is asked here is which batch and mesh: one compile each, and nothing but activations to decide
-    arguments += ["--max_compiles", "1", "--optimizer_host_fraction", "0", "--parameters_host_fraction", "0"]
-    assert main(["plan", *arguments, "--hbm", "24GiB", "--max_batch", "--json", "--plot", str(picture)]) == 0
+    assert main(["plan", *ONE_COMPILE, "--hbm", "24GiB", "--max_batch", "--json", "--plot", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
     batches = [row["batch"] for row in found["considered"] if "mesh" in row]
     assert found["verified"] and found["batch"] >= max(2, max(batches) // 2)
     assert found["predicted"]["device_bytes"] <= 24 * 2**30
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert main(["plan", *arguments, "--search", "mesh", "--json"]) == 0
+
+
+def test_meshes_are_searched(capsys):
+    assert main(["plan", *ONE_COMPILE, "--search", "mesh", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     meshes = {row["mesh"] for row in found["considered"] if "mesh" in row}
     assert {"fsdp=2", "data=2", "tensor=2"} <= meshes
