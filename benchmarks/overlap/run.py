@@ -7,7 +7,7 @@ device, FSDP) compiled for machines that are not there, in a process of its own,
 
 - stock: `jax.lax.scan` over `jax.checkpoint` with the same offload policy, and the options that any
   step gets (latency hiding scheduler), as a user without forebay would write it;
-- stock + options: the same program with the options that forebay chooses;
+- stock + options (TPUs; for GPUs see `parts.py`): the same program with the options that forebay chooses;
 - forebay: `forebay.scan_layers`, with these options.
 
 A window is the share of one layer's matrix and attention FLOPs between a copy's start and its done; the
@@ -231,12 +231,13 @@ def main() -> None:
         for model, hardware, devices in CASES:
             platform = "tpu" if hardware in TPUS else "cuda"
             wanted = (arguments.platform, platform), (arguments.hardware, hardware), (arguments.model, model)
+            ways = WAYS if platform == "tpu" else ("stock", "forebay")
             there = {r["way"] for r in stored() if _group(r) == (model, hardware, devices, placement)}
-            if any(w not in (None, has) for w, has in wanted) or (there == set(WAYS) and not arguments.again):
+            if any(w not in (None, has) for w, has in wanted) or (there == set(ways) and not arguments.again):
                 continue
             # all ways one after another, so that their compile times can be compared
             run, rows = round(time.time()), []
-            for way in WAYS:
+            for way in ways:
                 rows.append(row(model, hardware, devices, placement, way) | {"run": run})
                 print("\n".join(table(rows)[-1:]), flush=True)
             merge(rows)
