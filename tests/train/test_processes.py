@@ -113,8 +113,9 @@ def test_a_taken_port_is_refused(capfd, tmp_path, monkeypatch):
     assert f"port {port} cannot be used" in err and err.count("\n") == 1
 
 
-def test_a_batch_that_does_not_divide_is_refused_once(capfd, tmp_path):
+def test_a_batch_that_does_not_divide_is_refused_once(capfd, tmp_path, monkeypatch):
     """Every process finds it; one line tells."""
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # verbs that compile leave it set in this process
     flags = ["--processes", "2", "--mesh", "fsdp=2", "--batch", "3", "--placement", "full"]
     assert main(["train", "--run_dir", str(tmp_path / "run"), *flags]) == 2
     err = capfd.readouterr().err
