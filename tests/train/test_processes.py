@@ -21,6 +21,7 @@ from rich.console import Console
 
 from forebay.cli.main import main
 from forebay.sharding import Sharding, make_mesh, parse_mesh
+from forebay.train import launch as launching
 from forebay.train import processes
 from forebay.train.config import OptimizerConfig
 from forebay.train.launch import run_together
@@ -113,9 +114,8 @@ def test_a_taken_port_is_refused(capfd, tmp_path, monkeypatch):
     assert f"port {port} cannot be used" in err and err.count("\n") == 1
 
 
-def test_a_batch_that_does_not_divide_is_refused_once(capfd, tmp_path, monkeypatch):
+def test_a_batch_that_does_not_divide_is_refused_once(capfd, tmp_path):
     """Every process finds it; one line tells."""
-    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # verbs that compile leave it set in this process
     flags = ["--processes", "2", "--mesh", "fsdp=2", "--batch", "3", "--placement", "full"]
     assert main(["train", "--run_dir", str(tmp_path / "run"), *flags]) == 2
     err = capfd.readouterr().err
@@ -137,6 +137,9 @@ def says(line: str, code: int) -> str:
     return f"import sys; print({line!r}, file=sys.stderr); sys.exit({code})"
 
 
+LATE_REASON = f"import time; time.sleep(0.3); {says('forebay: the reason', 3)}"
+
+
 def together(*programs: str) -> int:
     return run_together([[sys.executable, "-c", p] for p in programs], os.environ)
 
@@ -149,6 +152,12 @@ def together(*programs: str) -> int:
         ([says("forebay: the reason", 2)] * 2, 2, "forebay: the reason\n"),
         # one that lost another is not the cause
         ([says("forebay: lost", 1), says("forebay: the reason", 3)], 3, "forebay: the reason\n"),
+        # what that one has to say of it is not passed on, though it says it before the other's end is noticed
+        (
+            [f"import sys; print('lost', file=sys.stderr, flush=True); {FOREVER}", LATE_REASON],
+            3,
+            "forebay: the reason\n",
+        ),
         ([FOREVER, says("Traceback", 1)], 1, "Traceback\nforebay: process 1 of 2 failed with exit code 1\n"),
         ([FOREVER, ENDS_ITSELF], 1, "forebay: process 1 of 2 was ended by signal 9 (SIGKILL): the others were ended"),
     ],
@@ -159,6 +168,29 @@ def test_all_end_with_one_line(capfd, programs, code, line):
     assert time.monotonic() - start < 30
     err = capfd.readouterr().err
     assert err.startswith(line) and err.count("\n") == line.count("\n") + (not line.endswith("\n") and line != "")
+
+
+def test_what_a_process_warns_of_is_passed_on_while_it_runs(capfd):
+    seen = []
+
+    def look():
+        time.sleep(2.5)
+        seen.append(capfd.readouterr().err)
+
+    threading.Thread(target=look, daemon=True).start()
+    warns = "import sys, time; print('careful', file=sys.stderr, flush=True); time.sleep(4)"
+    assert together(warns, "pass") == 0
+    assert seen == ["careful\n"] and capfd.readouterr().err == ""
+
+
+def test_xlas_log_is_quiet_unless_somebody_asked(monkeypatch):
+    """jax sets a level of its own in the environment when it is imported."""
+    told = []
+    monkeypatch.setattr(launching, "run_together", lambda _, environment: told.append(environment) or 0)
+    for level, expected in (("1", "3"), ("0", "0")):
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+        launching.launch("", 2, None)
+        assert told.pop()["TF_CPP_MIN_LOG_LEVEL"] == expected
 
 
 def test_an_interrupt_reaches_all(capfd):
