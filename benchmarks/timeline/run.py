@@ -95,10 +95,10 @@ CASES = (
         remark="This row is bound by the link: 480 MiB a layer and direction take 36.6 ms at the 13.8 GB/s that it is taken to reach "
         "(16 nominal, 86 %), a layer's forward pass 35 ms, so that part of the 6.5 % of arithmetic that is saved is waited for again. "
         "With a link of 15, 18, 20, 25 and 32 GB/s in place of 16, and everything else the same, it is -0.8, +2.9, +2.9, +3.1 "
-        "and +3.2 %: below 15.5 the sign is wrong, and 5 % is not reached with any. An earlier version of this table had "
-        "-18.0 %, with libtpu's default schedules and the 15 GB/s of an older text of the link's source; the options and the "
-        "order of what is stored (docs/overlap.md) made -0.8 % of it, the newer text the rest. Neither was chosen by this row, "
-        "but one nominal figure decides its sign. No measured rate of a v5p's link was found in public; which tensors were "
+        "and +3.2 %: below 15.5 the sign is wrong, and 5 % is not reached with any. That "
+        "is both steps again, by `forebay timeline --hlo` on a machine of that link; 15 is what an older text of the link's source "
+        "has. One nominal figure decides this row's sign, "
+        "and was not chosen by it. No measured rate of a v5p's link was found in public; which tensors were "
         "offloaded, and chips, batch and sequence, are not public either",
     ),
     Case(

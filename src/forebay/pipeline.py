@@ -55,7 +55,7 @@ def plan(
         optimizer: an optax optimizer, whose state and update are then part of the step.
         hbm: device memory to plan for, as bytes or text like "170GiB"; by default what XLA may use.
         host: host memory per device; by default `HOST_SHARE` of what there is.
-        variants: the most ranges of layers that a stack is cut into. With 1, `plan.policy` and
+        variants: the most ranges of layers that a stack is cut into, not counting the last layer. With 1, `plan.policy` and
             `plan.apply` can be used; `forebay.apply` and `forebay.scan_layers` take any plan.
         max_compiles: the most plans to compile.
         time_limit_s: for each run of the solver.

@@ -130,7 +130,7 @@ def solve(
 
     Args:
         problem: what to decide.
-        variants: the most ranges of layers per stack.
+        variants: the most ranges of layers per stack; with more than one, the last layer before the loss may be another.
         time_limit_s: the best placements found by then are returned, with their gap.
         relative_gap: how far from the best step time the answer may be.
 
@@ -168,8 +168,8 @@ def solve(
 def settle(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """Of plans that are equally fast, one that recomputes least, then moves least, then stores least.
 
-    Single changes, and moving all that is recomputed, are tried until none helps. What waits for the weights anyway could recompute for
-    nothing; it should not.
+    Single changes, and moving all that is recomputed, are tried until none helps. What waits for the weights anyway
+    could recompute for nothing; it should not.
     """
 
     def key(candidate: Sequence[Placement]) -> tuple[float, ...] | None:
@@ -201,7 +201,8 @@ def keep_last(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Plac
     *before, last = placements
     first, past_last = last.layers
     on_device = {name: "device" if where == "host" else where for name, where in last.tensors.items()}
-    if on_device == dict(last.tensors) or past_last - first < 2 or problem.stacks[-1].most_ranges == 1:
+    ranges, most = sum(p.stack == last.stack for p in placements), problem.stack(last.stack).most_ranges
+    if on_device == dict(last.tensors) or past_last - first < 2 or (most is not None and ranges >= most):
         return placements
     kept = (
         *before,

@@ -61,7 +61,7 @@ def planned_program(
         hbm, host: budgets per device, as text like "170GiB"; by default what XLA may use, and most of
             the host's memory.
         memory_fraction: the share of HBM that XLA may use, where `hbm` is None.
-        variants: the most ranges of layers.
+        variants: the most ranges of layers; see `forebay.planner.solve.solve`.
         max_compiles: the most plans to compile.
         time_limit_s: seconds that each run of the solver may take.
         progress: is called with a line whenever something takes long.

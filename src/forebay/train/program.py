@@ -193,17 +193,17 @@ class Program:
             )
             return zip(chosen, pick(argument), strict=True)
 
-        leaves = dict(some([i for i, h in enumerate(hosted) if not h]))
-        group, size = [], 0
+        groups, size = [[i for i, h in enumerate(hosted) if not h]], AT_ONCE_BYTES
         sizes = local_bytes(self.abstract_state, self._split)
         for i in (i for i, h in enumerate(hosted) if h):
-            if group and size + sizes[i] > AT_ONCE_BYTES:
-                leaves |= dict(some(group))
-                group, size = [], 0
-            group.append(i)
             size += sizes[i]
-        if group:
-            leaves |= dict(some(group))
+            if size > AT_ONCE_BYTES:
+                groups.append([])
+                size = sizes[i]
+            groups[-1].append(i)
+        leaves = {}
+        for group in groups:
+            leaves |= some(group)
         return jax.tree.unflatten(treedef, [leaves[i] for i in range(len(hosted))])
 
     def loss(self, weights: Any, batch: dict[str, jax.Array]) -> jax.Array:
