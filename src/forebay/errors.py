@@ -29,6 +29,12 @@ class WrongNumbersError(UserError):
     exit_code = EXIT_WRONG_NUMBERS
 
 
+class CompilerFailedError(UserError):
+    """The compiler fails on a program that it should compile."""
+
+    exit_code = EXIT_FAILED
+
+
 class MissingExtraError(UserError, ImportError):
     """A feature needs a package that the light core does not install."""
 

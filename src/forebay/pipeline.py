@@ -122,7 +122,7 @@ def find_plan(
         progress=progress,
     )  # fmt: skip
     found = candidates[0].found if candidates else found
-    notes = unnamed_notes(costed)
+    notes = [*unnamed_notes(costed), *found.notes]
     if len(candidates) > 1:
         times = ", ".join(f"{c.name} {format_seconds(c.step_s)}" for c in candidates)
         notes.append(f"compiled plans, by the step time of their timelines: {times}; the first was taken")

@@ -15,6 +15,7 @@ from forebay.errors import UserError
 from forebay.graph.residuals import residuals
 from forebay.offload import scan_layers
 from forebay.offload.policy import apply
+from forebay.offload.scan import _filling
 from forebay.planner.placement import Placement
 from forebay.planner.plan import Plan
 
@@ -130,6 +131,34 @@ def test_where_it_is_kept(equations, where, space):
     loops = [e for e in equations(jax.grad(loss), example(3)[1]) if e.primitive.name in ("scan", "while")]
     stacks = {v.aval.memory_space for e in loops for v in e.outvars if v.aval.shape == (3, 2, D)}
     assert space in stacks
+
+
+def test_a_range_of_one_layer_moves_nothing(equations):
+    """Of a loop of one layer XLA makes none, and moves nothing, or fails."""
+
+    def loss(weights, cut):
+        x, _, constant = example(3)
+        plan = place((0, cut, {"u": "host"}), (cut, 3, {"u": "host"}))
+        return summed(scan_layers(block, plan, x, weights, constant))
+
+    def on_host(cut):
+        found = equations(jax.grad(functools.partial(loss, cut=cut)), example(3)[1])
+        loops = [e for e in found if e.primitive.name in ("scan", "while")]
+        avals = [v.aval for e in loops for v in e.outvars]
+        return {a.shape for a in avals if getattr(a, "memory_space", None) == jax.memory.Space.Host}
+
+    assert on_host(1) == {(2, 2, D)}  # the two layers after it
+    assert on_host(2) == {(2, 2, D)}  # the two layers before it
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int32, jnp.int8])
+def test_host_buffers_of_all_stacks_are_filled_differently(dtype):
+    owners = ["layers 0", "layers 1", "dense_layers 0", "moe_layers 0", "mtp 0", "gradient:moe_layers 0"]
+    if jnp.dtype(dtype).itemsize == 1:  # of a byte there are few values: within one stack
+        owners = owners[:1]
+    values = [np.asarray(_filling(dtype, owner, n)).astype(dtype) for owner in owners for n in range(60)]
+    assert len({v.tobytes() for v in values}) == len(values)
+    assert all(np.isfinite(np.float64(v)) for v in values)
 
 
 # ------------------------------------------------------------------ what a carry, a layer, a constant may be

@@ -24,6 +24,14 @@ TWO_NAMES = {
 }
 
 
+def test_a_single_layer_in_a_loop_moves_nothing():
+    many = Placement("layers", (2, 4), {"h": "host", "u": "device"})
+    one = Placement("layers", (3, 4), {"h": "host", "u": "device", "v": "recompute"})
+    assert many.in_loop == many
+    assert dict(one.in_loop.tensors) == {"h": "device", "u": "device", "v": "recompute"}
+    assert one.in_loop.layers == one.layers
+
+
 def parse(text, stacks=LAYERS, carried=NAMES):
     return [(p.stack, p.layers, dict(p.tensors)) for p in parse_placement(text, stacks, carried)]
 

@@ -8,6 +8,7 @@ import pytest
 from problems import random_stack
 from test_solve import GIB, chain, problem
 
+from forebay.errors import CompilerFailedError, WrongNumbersError
 from forebay.planner.problem import Problem, evaluate
 from forebay.planner.search import Decision, InfeasibleError, Measured, explain_infeasible, search
 
@@ -178,3 +179,44 @@ def test_a_compiler_that_charges_for_offloading_does_not_end_the_search():
     assert compiler.asked[0] != found.placements  # the first one moved something
     assert found.fits and found.measured is not None
     assert found.measured.device_bytes <= p.device_budget
+
+
+@pytest.mark.parametrize("error", [CompilerFailedError, WrongNumbersError])
+def test_a_plan_that_the_compiler_fails_on_gives_way_to_one_that_moves_nothing(error):
+    p = tight(12)
+    compiler = Compiler(p)
+
+    def failing(decision):
+        if any(placement.names("host") for placement in decision.placements):
+            raise error("no such bitcast")
+        return compiler(decision)
+
+    found = search(fake(p), failing, margin=0)
+    assert any(placement.names("host") for placement in search(fake(p), compiler, margin=0).placements)
+    assert found.fits and found.predicted.host_bytes == 0
+    assert len(found.notes) == 1 and "passed over: no such bitcast" in found.notes[0]
+
+
+def test_a_plan_that_fits_is_not_lost_when_the_compiler_fails_on_the_next():
+    p = tight(8)
+    compiler, asked = Compiler(p, more=-2 * GIB), []  # less than the account says: the search goes on
+
+    def failing(decision):
+        asked.append(decision)
+        if len(asked) > 1:
+            raise CompilerFailedError("no such bitcast")
+        return compiler(decision)
+
+    found = search(fake(p), failing, margin=0)
+    assert len(asked) == 2 and found.fits and found.decision == asked[0]
+    assert "no such bitcast" in found.notes[0]
+
+
+def test_a_compiler_that_always_fails_says_so():
+    def failing(decision):
+        raise CompilerFailedError("no such bitcast")
+
+    with pytest.raises(CompilerFailedError, match="no such bitcast"):
+        search(fake(tight(12)), failing)
+    with pytest.raises(CompilerFailedError, match="no such bitcast"):  # where nothing else could fit either
+        search(fake(tight(5)), failing)

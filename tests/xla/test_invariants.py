@@ -82,6 +82,29 @@ def test_a_right_program_in_a_loop_over_microbatches_passes():
     assert problems(compiled(5, microbatches=3)) == []
 
 
+@pytest.mark.parametrize("stacks", [("first", "second"), ("layers", "layers")])
+def test_two_loops_that_are_alike_share_neither_buffers_nor_a_body(stacks):
+    """Buffers made one would be copied apart, host memory to host memory, or written twice. Of loops with one body the
+    compiler aborts."""
+    layers, plan = 4, {"h": "host"}
+
+    def block(w, x):
+        return x + jnp.sin(checkpoint_name(x @ w, "h")) @ w.T
+
+    def loss(weights, x):
+        for stack, w in zip(stacks, weights, strict=True):
+            x = scan_layers(block, (Placement(stack, (0, layers), plan),), x, w, stack=stack)
+        return x.astype(jnp.float32).sum()
+
+    whole = NamedSharding(make_mesh({}, compile_only_devices(get_hardware("gb200"), 1)), PartitionSpec())
+    weights = jax.ShapeDtypeStruct((layers, WIDTH, WIDTH), jnp.bfloat16)
+    step = jax.jit(jax.grad(loss), in_shardings=whole, out_shardings=whole)
+    args = ((weights, weights), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16))
+    done = compile_step(step, args, options=compiler_options("cuda", deviceless=True, offloads=True))
+    assert done.violations == () and done.host_copy_bytes == 0
+    assert done.host.total == 2 * layers * ROWS * WIDTH * 2
+
+
 def places_of(text: str) -> dict[str, list[int]]:
     """Where the copies to and from the host go by the program's own indices, in order, by direction."""
     module = parse_module(text)

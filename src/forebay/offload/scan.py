@@ -13,15 +13,18 @@
 Differentiation in reverse mode only.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import core
 from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -52,7 +55,8 @@ def scan_layers(
     Args:
         block: a function of one layer's weights, the carry and the constants, returning a carry of the
             same structure, shapes and dtypes. Arrays that it closes over are as good as constants.
-        plan: a plan, or placements of one stack that cover its layers in order. None keeps every residual
+        plan: a plan, or placements of one stack that cover its layers in order; those of a single layer move nothing to
+            the host (`Placement.in_loop`). None keeps every residual
             on the device, in a plain `jax.lax.scan`, for `forebay.plan` and `forebay.apply` to find.
         x: the carry, a pytree of arrays.
         layers: a pytree of arrays whose leading dimension is the number of layers.
@@ -84,7 +88,8 @@ def scan_layers(
     block, closed_over = jax.closure_convert(block, _one_layer_of(layers), x, *constants)
     constants = (*constants, *closed_over)
     _check_names(block, placements, x, layers, constants)
-    ranges = [_Range(block, p) for p in placements]
+    ranges = [_Range(block, p.in_loop) for p in placements]
+    owner = f"{stack} {_calls_before(stack)}"
     # A jitted caller is traced once and may be differentiated several times, by other arguments each time, in
     # any order before the backward passes are traced. So what a forward trace found is kept here, one entry a
     # trace, and its residuals say which entry is theirs.
@@ -109,7 +114,7 @@ def scan_layers(
         layers, x, constants = args
         start, stored, vjps = jax.tree.map(_Aval.of, x), [], []
         for r, shapes in zip(ranges, avals, strict=True):
-            x, kept, vjp = r.forward(layers, x, constants, wanted, _buffers(r.count, shapes, len(stored)))
+            x, kept, vjp = r.forward(layers, x, constants, wanted, _buffers(r.count, shapes, owner, len(stored)))
             stored += kept
             vjps.append(vjp)
         traces.append(_Trace(start, wanted, tuple(vjps)))
@@ -123,7 +128,7 @@ def scan_layers(
         kept = [list(itertools.islice(stored, vjp.stored)) for vjp in trace.vjps]
         dx = [_instantiate(d) for d in _only(wanted.carry, dx)]
         dx, kept = _not_before(dx, kept)
-        dlayers = [_room_for_gradient(w, n) for n, w in enumerate(_only(wanted.layers, layers))]
+        dlayers = [_room_for_gradient(w, owner, n) for n, w in enumerate(_only(wanted.layers, layers))]
         dconstants = [jnp.zeros_like(c) for c in _only(wanted.constants, constants)]
         for r, vjp, values in zip(reversed(ranges), reversed(trace.vjps), reversed(kept), strict=True):
             dx, dlayers, dconstants = r.backward(layers, constants, values, vjp, (dx, dlayers, dconstants))
@@ -421,10 +426,11 @@ def _instantiate(cotangent: Any) -> Any:
     return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_symbolic_zero(cotangent) else cotangent
 
 
-def _room_for_gradient(w: jax.Array, number: int) -> jax.Array:
-    """In the memory of `w`; for the number, see `_buffer`."""
+def _room_for_gradient(w: jax.Array, owner: str, number: int) -> jax.Array:
+    """In the memory of `w`, for the gradient of the owner's weight of this number; see `_filling`."""
     if on_host(w):
-        return jax.device_put(jnp.full(w.shape, number, w.dtype), jax.memory.Space.Host)
+        filling = _filling(w.dtype, f"gradient:{owner}", number)
+        return jax.device_put(jnp.full(w.shape, filling, w.dtype), jax.memory.Space.Host)
     return jnp.zeros_like(w)
 
 
@@ -512,20 +518,48 @@ def _row_major(value: jax.Array) -> jax.Array:
     return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
 
 
-def _buffers(length: int, avals: Sequence[Any], first: int) -> list[jax.Array]:
+def _buffers(length: int, avals: Sequence[Any], owner: str, first: int) -> list[jax.Array]:
     """Room for `length` values like each of `avals`, in the same memory; XLA allocates that of the host without a copy.
 
-    Each buffer on the host is filled with a number of its own, from `first` on: buffers that look the same would be
-    made one by common subexpression elimination and, host memory to host memory, copied apart again.
+    They are the owner's buffers from number `first` on; see `_filling`.
     """
 
     def buffer(number: int, aval: Any) -> jax.Array:
         shape = (length, *aval.shape)
         if aval.memory_space == jax.memory.Space.Host:
-            return jax.device_put(jnp.full(shape, number, aval.dtype), aval.memory_space)
+            filling = _filling(aval.dtype, owner, number)
+            return jax.device_put(jnp.full(shape, filling, aval.dtype), aval.memory_space)
         return jnp.zeros(shape, aval.dtype)
 
     return [buffer(number, aval) for number, aval in enumerate(avals, first)]
+
+
+_scans: tuple[Any, collections.Counter[str]] = (None, collections.Counter())
+"""The trace of the last `scan_layers`, and how often it has scanned each stack."""
+
+
+def _calls_before(stack: str) -> int:
+    """How often the current trace has scanned a stack of this name. The same program gets the same numbers."""
+    global _scans
+    trace = core.get_opaque_trace_state()
+    if _scans[0] != trace:
+        _scans = trace, collections.Counter()
+    _scans[1][stack] += 1
+    return _scans[1][stack] - 1
+
+
+def _filling(dtype: Any, owner: str, number: int) -> float | int:
+    """What to fill an owner's host buffer of this number with: another value of the dtype for each, of its thousands.
+
+    Buffers that look the same would be made one by common subexpression elimination and, host memory to host memory,
+    copied apart again, whether they are of one stack, of two, or of two scans over one.
+    """
+    number += zlib.crc32(owner.encode())
+    if jnp.issubdtype(dtype, jnp.inexact):
+        info = jnp.finfo(dtype)
+        steps, octaves = 2**info.nmant, info.maxexp - info.minexp - 2  # of the last, 8 bits have some
+        return (1 + number % steps / steps) * 2.0 ** (info.minexp + 1 + number // steps % octaves)
+    return number % (2 if dtype == jnp.bool_ else jnp.iinfo(dtype).max + 1)
 
 
 def _layer_count(layers: Any) -> int:

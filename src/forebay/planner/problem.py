@@ -22,6 +22,7 @@ The rules, for a range of n layers under one placement:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -86,15 +87,23 @@ class LayerProblem:
     fetched_bytes: int = 0
     sent_bytes: int = 0
 
-    @property
+    @functools.cached_property
     def producers(self) -> dict[int, int]:
         return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
 
-    @property
+    @functools.cached_property
+    def name_of(self) -> dict[int, str]:
+        return {v: n for n, values in self.names.items() for v in values}
+
+    @functools.cached_property
     def unnamed(self) -> tuple[int, ...]:
         """Needed values without a name: only a placement of everything keeps them."""
-        named = {v for values in self.names.values() for v in values}
-        return tuple(v for v in self.needed if v not in named and v not in self.carry)
+        return tuple(v for v in self.needed if v not in self.name_of and v not in self.carry)
+
+    @functools.cached_property
+    def costs(self) -> dict[frozenset[tuple[str, str]], "LayerCost"]:
+        """What `layer_cost` has found already, by placement."""
+        return {}
 
     def size(self, name: str) -> int:
         return sum(self.num_bytes[v] for v in self.names[name])
@@ -146,7 +155,7 @@ class Problem:
     gradients_host_bytes: int = 0
     sums_host_bytes: int = 0
 
-    @property
+    @functools.cached_property
     def state_host_bytes(self) -> int:
         """Of the optimizer's state."""
         hosted = choose_hosted(self.state_sizes, self.state_host_fraction or 0.0)
@@ -191,8 +200,9 @@ class Problem:
         """In host memory throughout: state, weights and gradients."""
         return self.state_host_bytes + self.weights_host_bytes + self.gradients_host_bytes
 
-    def may_offload(self, stack: LayerProblem, name: str) -> bool:
-        links = self.d2h_bytes_per_s > 0 and self.h2d_bytes_per_s > 0
+    def may_offload(self, stack: LayerProblem, name: str, layers: int | None = None) -> bool:
+        """Whether so many layers, by default all of the stack's, could have the tensor on the host."""
+        links = self.d2h_bytes_per_s > 0 and self.h2d_bytes_per_s > 0 and (layers or stack.layers) > 1
         return links and self.host_budget > 0 and stack.size(name) >= max(self.least_offload_bytes, 1)
 
 
@@ -230,13 +240,19 @@ class Predicted:
 
 def layer_cost(stack: LayerProblem, tensors: Mapping[str, str]) -> LayerCost:
     """One layer of `stack` with its tensors placed so."""
+    key = frozenset(tensors.items())
+    if key not in stack.costs:
+        stack.costs[key] = _layer_cost(stack, tensors)
+    return stack.costs[key]
+
+
+def _layer_cost(stack: LayerProblem, tensors: Mapping[str, str]) -> LayerCost:
     where = {v: tensors[n] for n, values in stack.names.items() if tensors.get(n) in ("device", "host") for v in values}
     everything = EVERYTHING in tensors
     if everything:
         where |= dict.fromkeys(stack.unnamed, "device")
         where |= {v: "device" for values in stack.names.values() for v in values if v not in where}
-    producers = stack.producers
-    name_of = {v: n for n, values in stack.names.items() for v in values}
+    producers, name_of = stack.producers, stack.name_of
     todo, seen, ops = list(stack.needed), set(), set()
     stored: dict[str, int] = {}
     device = host = 0
@@ -277,7 +293,7 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
     for stack in problem.stacks:
         for placement in (p for p in placements if p.stack == stack.stack):
             n = placement.layers[1] - placement.layers[0]
-            cost = layer_cost(stack, placement.tensors)
+            cost = layer_cost(stack, placement.in_loop.tensors)
             d2h = _copy_s(n * cost.host_bytes, problem.d2h_bytes_per_s)
             h2d = _copy_s(n * cost.host_bytes, problem.h2d_bytes_per_s)
             fetch = _copy_s(n * stack.fetched_bytes, problem.h2d_bytes_per_s)

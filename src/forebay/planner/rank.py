@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 from forebay.planner.build import Costed
-from forebay.planner.search import Compile, Decision, Found, choose
+from forebay.planner.search import FAILURES, Compile, Decision, Found, choose
 from forebay.units import format_seconds
 
 WORTH = 1.15
@@ -65,8 +65,12 @@ def rank(
             continue
         seen.add(placements)
         progress(f"compiling a candidate: {name}, {format_seconds(predicted.step_s)} a step")
-        measured = compile_plan(Decision(placements, found.decision.state_host_fraction))
         compiles += 1
+        try:
+            measured = compile_plan(Decision(placements, found.decision.state_host_fraction))
+        except FAILURES as error:
+            progress(f"passed over: {error}")
+            continue
         fits = (
             not measured.refused
             and measured.device_bytes <= problem.device_budget

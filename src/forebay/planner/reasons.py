@@ -81,8 +81,8 @@ def _where(placement: Placement, name: str, *, is_input: bool) -> str:
 
 
 def _moved(problem: Problem, placement: Placement, name: str, where: str) -> Placement | None:
-    stack = problem.stack(placement.stack)
-    if where == "host" and not problem.may_offload(stack, name):
+    stack, layers = problem.stack(placement.stack), placement.layers[1] - placement.layers[0]
+    if where == "host" and not problem.may_offload(stack, name, layers):
         return None
     tensors = dict(placement.tensors)
     tensors.pop(name, None)

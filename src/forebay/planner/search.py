@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from forebay.errors import EXIT_DOES_NOT_FIT, UserError
+from forebay.errors import EXIT_DOES_NOT_FIT, CompilerFailedError, UserError, WrongNumbersError
 from forebay.planner.build import Costed
 from forebay.planner.hosted import choose_hosted
 from forebay.planner.placement import Placement
@@ -20,6 +20,8 @@ MARGIN = 0.015
 just does not fit costs a compile."""
 DOUBT = 1.15
 """The estimate before any compile was never off by more (benchmarks/planner)."""
+_ENOUGH = GAIN / 2
+"""What makes less of a difference is not worth another run of the solver."""
 _REFINEMENTS = 4
 _HALVINGS = 4
 
@@ -48,6 +50,8 @@ class Decision:
 
 
 Compile = Callable[[Decision], Measured]
+FAILURES = (CompilerFailedError, WrongNumbersError)
+"""What a compile raises where the compiler cannot do a plan, or gets it wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Found:
         measured: the compiler's word on it; None where nothing could be compiled.
         compiles: how many plans were compiled.
         fits: whether it was compiled and fits the budgets.
+        notes: what else a reader of the plan should know.
     """
 
     placements: tuple[Placement, ...]
@@ -71,6 +76,7 @@ class Found:
     measured: Measured | None
     compiles: int
     fits: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def decision(self) -> "Decision":
@@ -101,13 +107,17 @@ def choose(costed: Costed, problem: Problem, *, variants: int, time_limit_s: flo
     solution = solve(problem, **limits)
     if solution is None:
         return None
-    fractions = {0.0, solution.state_host_fraction}
     hosted = choose_hosted(problem.state_sizes, solution.state_host_fraction)
     moved = sorted(size for size, h in zip(problem.state_sizes, hosted, strict=True) if h)
-    fractions |= {sum(moved[1:]) / sum(problem.state_sizes)} if moved else set()
-    placed = (dataclasses.replace(problem, state_host_fraction=f) for f in sorted(fractions))
-    found = [c for p in placed if (c := _refine(costed, p, **limits)) is not None]
-    return min(found, key=lambda c: c[1].step_s, default=None)
+    less = sum(moved[1:]) / sum(problem.state_sizes) if moved else 0.0
+    best = None
+    for fraction in dict.fromkeys((solution.state_host_fraction, less, 0.0)):
+        found = _refine(costed, dataclasses.replace(problem, state_host_fraction=fraction), **limits)
+        if found is not None and (best is None or found[1].step_s < best[1].step_s):
+            best = found
+        if best is not None and best[1].step_s <= solution.predicted.step_s * (1 + _ENOUGH):
+            break  # as fast as with any number of bytes
+    return best
 
 
 def _refine(costed: Costed, problem: Problem, *, variants: int, time_limit_s: float) -> Choice | None:
@@ -119,8 +129,11 @@ def _refine(costed: Costed, problem: Problem, *, variants: int, time_limit_s: fl
         if solution is None:
             break
         predicted, working = costed.predict(solution.placements, problem)
+        before = best
         if predicted.fits(problem) and (best is None or predicted.step_s < best[1].step_s):
             best = (solution.placements, predicted, problem, solution.gap)
+        if before is not None and predicted.step_s > before[1].step_s * (1 - _ENOUGH):
+            break
         if solution.placements in seen:
             break
         seen.add(solution.placements)
@@ -145,9 +158,11 @@ def search(
 
     Each compile tells how many bytes the account was off by; the next solve counts them. The search
     ends when the plan fits and solving with the corrected account finds nothing faster by more than
-    `GAIN`, or after `max_compiles`.
+    `GAIN`, or after `max_compiles`. Where the compiler fails on a plan, the best before it is taken; without one,
+    plans that move nothing to the host are tried.
 
     Raises:
+        CompilerFailedError, WrongNumbersError: the compiler fails on all that was tried.
         InfeasibleError: nothing fits.
     """
     problem = costed.problem
@@ -156,6 +171,8 @@ def search(
     correction = problem.correction_bytes + margin * problem.device_budget
     failed = 0.0  # the correction that the last plan which did not fit asked for
     halvings = 0
+    failure: UserError | None = None
+    notes: tuple[str, ...] = ()
     while True:
         current = dataclasses.replace(problem, correction_bytes=correction)
         choice = choose(costed, current, variants=variants, time_limit_s=time_limit_s)
@@ -168,7 +185,9 @@ def search(
             choice = None if choice is not None and _decision(choice) in compiled else choice
         if choice is None:
             if best is not None:
-                return dataclasses.replace(best, compiles=len(compiled))
+                return dataclasses.replace(best, compiles=len(compiled), notes=notes)
+            if failure is not None:
+                raise failure
             raise InfeasibleError(_never_fitted(compiled, problem) if compiled else explain_infeasible(costed, problem))
         placements, predicted, corrected, gap = choice
         decision = _decision(choice)
@@ -181,10 +200,20 @@ def search(
         faster = best is None or predicted.step_s < best.predicted.step_s * (1 - GAIN)
         if decision in compiled or not faster or len(compiled) >= max_compiles:
             if best is None:
-                raise InfeasibleError(_never_fitted(compiled, problem))
-            return dataclasses.replace(best, compiles=len(compiled))
+                raise failure or InfeasibleError(_never_fitted(compiled, problem))
+            return dataclasses.replace(best, compiles=len(compiled), notes=notes)
         progress(f"compiling a plan of {format_seconds(predicted.step_s)} a step")
-        measured = compiled[decision] = compile_plan(decision)
+        try:
+            measured = compiled[decision] = compile_plan(decision)
+        except FAILURES as error:
+            notes = (*notes, f"a plan of {format_seconds(predicted.step_s)} a step was passed over: {error}")
+            progress(notes[-1])
+            if best is not None:
+                return dataclasses.replace(best, compiles=len(compiled), notes=notes)
+            if failure is not None or not problem.host_budget:
+                raise failure or error from None
+            failure, problem = error, dataclasses.replace(problem, host_budget=0.0)
+            continue
         correction = corrected.correction_bytes + measured.device_bytes - predicted.device_bytes
         fits = (
             not measured.refused

@@ -25,8 +25,8 @@ from forebay.planner.placement import EVERYTHING, Placement
 from forebay.planner.problem import COPY_SLOTS, LayerProblem, Predicted, Problem, evaluate
 
 DEFAULT_TIME_LIMIT_S = 20.0
-RELATIVE_GAP = 5e-4
-"""The solver stops when no plan can be faster by more than this share."""
+RELATIVE_GAP = 1e-3
+"""The solver stops when no plan can be faster by more than this share: half of what a compile is worth."""
 _GIB = float(2**30)
 
 
@@ -202,7 +202,7 @@ def keep_last(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Plac
     first, past_last = last.layers
     on_device = {name: "device" if where == "host" else where for name, where in last.tensors.items()}
     ranges, most = sum(p.stack == last.stack for p in placements), problem.stack(last.stack).most_ranges
-    if on_device == dict(last.tensors) or past_last - first < 2 or (most is not None and ranges >= most):
+    if on_device == dict(last.tensors) or past_last - first < 3 or (most is not None and ranges >= most):
         return placements
     kept = (
         *before,
@@ -214,17 +214,17 @@ def keep_last(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Plac
 
 
 def _changes(problem: Problem, placement: Placement) -> Iterable[dict[str, str]]:
-    stack = problem.stack(placement.stack)
+    stack, layers = problem.stack(placement.stack), placement.layers[1] - placement.layers[0]
     if EVERYTHING not in placement.tensors:
         yield {EVERYTHING: "device"}
-    movable = {n: "host" for n in stack.names if problem.may_offload(stack, n)}
+    movable = {n: "host" for n in stack.names if problem.may_offload(stack, n, layers)}
     yield movable | dict(placement.tensors)  # which frees memory only when it is all of it
     for name in stack.names:
         others = {n: w for n, w in placement.tensors.items() if n != name}
         yield others
         if EVERYTHING not in others:
             yield others | {name: "device"}
-        if problem.may_offload(stack, name):
+        if name in movable:
             yield others | {name: "host"}
 
 
@@ -260,10 +260,10 @@ def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: floa
     kept_all = switched(everything)
     for name in stack.names:
         program.at_most([(1, device[name]), (1, host[name])], 1)
+        program.at_most([(2, host[name]), (-1, n)], 0)  # see `Placement.in_loop`
         program.at_most([(1, everything), (-1, device[name]), (-1, host[name])], 0)
 
-    name_of = {v: name for name, values in stack.names.items() for v in values}
-    producers, unnamed = stack.producers, set(stack.unnamed)
+    name_of, producers, unnamed = stack.name_of, stack.producers, set(stack.unnamed)
     repeated = {i: program.variable(L) for i in range(len(stack.ops))}
     required: dict[int, int] = {}
     device_bytes = [(stack.num_bytes[v] / _GIB, kept_all) for v in unnamed]

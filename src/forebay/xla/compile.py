@@ -13,7 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import UserError
+import jax
+
+from forebay.errors import CompilerFailedError, UserError
 from forebay.xla.buffers import Assignment, read_assignment
 from forebay.xla.copies import buffer_scopes, host_copy_bytes
 from forebay.xla.exposure import exposed
@@ -93,6 +95,7 @@ def compile_step(
         dump: an empty directory for all that XLA writes about the compile; it is not kept otherwise.
 
     Raises:
+        CompilerFailedError: the compiler fails on the program for another reason than memory.
         UserError: the compiler refuses an option, or does not say what its memory holds.
     """
     start = time.perf_counter()
@@ -171,12 +174,17 @@ def compile_hidden(
 
 
 def _refusal(error: Exception) -> str:
-    """The one line of an out-of-memory error; other errors are raised again."""
+    """The one line of an out-of-memory error; other errors of the compiler are raised in one line, the rest again."""
     message = str(error)
     if "RESOURCE_EXHAUSTED" in message:
         return next(line for line in message.splitlines() if line.strip()).strip()
     if "No such compile option" in message or "compiler option" in message.lower():
         raise UserError(f"this build of XLA refuses a compiler option: {message.splitlines()[0]}") from None
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        raise CompilerFailedError(
+            f"XLA fails on this program, which is a fault of the compiler's: {message.splitlines()[0]}: try another "
+            f"placement or another version of jax"
+        ) from error
     raise error
 
 

@@ -23,6 +23,8 @@ TPU_EARLY_STARTS = "xla_lhs_enable_release_start_policy"
 _CHECKER_OPTION, _CHECKER_OFF = "xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF"
 """Keeps XLA from warning of every instruction that the profile does not have."""
 
+_DISABLED = "xla_disable_hlo_passes"
+
 _WITHOUT = {
     "xla_gpu_enable_latency_hiding_scheduler": "collectives and copies do not overlap with arithmetic",
     "xla_gpu_enable_pipelined_host_offloading": "copies end in the layer that starts them",
@@ -121,6 +123,8 @@ def _gpu_options(
             # copies that are outside of loops count as asynchronous kernels, of which 2 at a time are scheduled
             "xla_gpu_experimental_parallel_async_compute_limit": _COPIES_AT_ONCE,
             _CHECKER_OPTION: _CHECKER_OFF,
+            # loops that are alike would share one body, which the pipelining of host copies aborts on (jax 0.12.0.1)
+            _DISABLED: ",".join([*_disabled_passes(environ), "computation-deduplicator"]),
         }
         if profile := _profile(environ, {}, _LONG_COPY_US):
             options[PROFILE_OPTION] = profile
@@ -216,6 +220,13 @@ def _digest(text: str) -> str:
 
 
 def _users_profile(environ: Mapping[str, str]) -> str | None:
-    flags = environ.get("XLA_FLAGS", "")
-    found = re.findall(rf"--{PROFILE_OPTION}=(\S+)", flags)
+    return _users_flag(environ, PROFILE_OPTION)
+
+
+def _disabled_passes(environ: Mapping[str, str]) -> list[str]:
+    return [name for name in (_users_flag(environ, _DISABLED) or "").split(",") if name]
+
+
+def _users_flag(environ: Mapping[str, str], name: str) -> str | None:
+    found = re.findall(rf"--{name}=(\S+)", environ.get("XLA_FLAGS", ""))
     return found[-1].strip("\"'") if found else None
