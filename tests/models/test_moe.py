@@ -18,7 +18,7 @@ from forebay.models.moe import PRESETS, Moe, MoeConfig, model
 from forebay.models.registry import get_model, model_names
 from forebay.models.stacked import plain_scan
 from forebay.offload.policy import apply
-from forebay.ops.moe.routing import pooled_balance_loss
+from forebay.ops.moe.routing import load_balancing_loss
 from forebay.planner.placement import parse_placement
 from forebay.sharding import single_device
 from forebay.train.config import ProgramConfig
@@ -144,15 +144,19 @@ def test_normalised_probabilities_are_the_softmax_of_the_chosen_logits():
 
 
 def test_the_balance_loss_by_hand():
+    def loss(load, probability, k, by_layer=False):
+        return load_balancing_loss(load, probability, experts_per_token=k, by_layer=by_layer)
+
     even = jnp.ones((3, 4))
-    assert float(pooled_balance_loss(even, even / 4, 2)) == 2  # what is perfect: k
+    assert float(loss(even, even / 4, 2)) == float(loss(even, even / 4, 2, by_layer=True)) == 2  # what is perfect: k
     # all tokens on one of two experts, with probability 3/4: twice 1 * 3/4
     one = jnp.asarray([[2.0, 0.0]])
-    assert float(pooled_balance_loss(one, jnp.asarray([[0.75, 0.25]]), 1)) == 1.5
-    # a second layer that has them all on the other makes up for it
+    assert float(loss(one, jnp.asarray([[0.75, 0.25]]), 1)) == 1.5
+    # a second layer that has them all on the other makes up for it, unless each layer counts alone
     both, probabilities = jnp.asarray([[2.0, 0.0], [0.0, 2.0]]), jnp.asarray([[0.75, 0.25], [0.25, 0.75]])
-    assert float(pooled_balance_loss(both, probabilities, 1)) == 1
-    assert not np.any(jax.grad(pooled_balance_loss)(both, probabilities, 1))
+    assert float(loss(both, probabilities, 1)) == 1
+    assert float(loss(both, probabilities, 1, by_layer=True)) == 1.5
+    assert not np.any(jax.grad(loss)(both, probabilities, 1))
 
 
 def test_a_later_token_changes_nothing_before_it():

@@ -26,6 +26,7 @@ class MoeConfig:
         rope_theta: base of the rotary frequencies.
         norm_eps: of the RMS norms.
         balance_factor: factor of the load-balancing loss.
+        balance_by_layer: whether that is the mean of the layers' own, or of all layers together as in transformers.
         capacity_factor: room for tokens on a device, as a multiple of a perfectly balanced device's.
         overflow_limit: the largest share of rows without room with which training goes on.
         grouped: kernel of the experts' products: auto, blockwise or triton.
@@ -45,6 +46,7 @@ class MoeConfig:
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-6
     balance_factor: float = 1e-3
+    balance_by_layer: bool = False
     capacity_factor: float = 1.125
     overflow_limit: float = 0.01
     grouped: str = "auto"
@@ -89,9 +91,10 @@ PRESETS = {
         vocab=32000, embed=6144, layers=56, heads=48, kv_heads=8, head_dim=128, moe_mlp=16384, experts=8,
         experts_per_token=2, qk_norm=False, norm_eps=1e-5, balance_factor=0.001,
     ),
-    # for a CPU: bytes as tokens, 2.0 million weights
+    # for a CPU: bytes as tokens, 2.0 million weights; every layer's balance counts, and there is room for all rows on up
+    # to four devices: a young router is uneven
     "qwen3-moe-tiny": MoeConfig(
         vocab=512, embed=128, layers=4, heads=4, kv_heads=2, head_dim=48, moe_mlp=64, experts=16, experts_per_token=4,
-        qk_norm=True, rope_theta=10_000.0, capacity_factor=2.0,
+        qk_norm=True, rope_theta=10_000.0, balance_factor=0.02, balance_by_layer=True, capacity_factor=4.0,
     ),
 }  # fmt: skip

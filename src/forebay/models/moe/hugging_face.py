@@ -21,7 +21,7 @@ from forebay.models.moe.config import MoeConfig
 from forebay.models.moe.model import Experts, Layer, Weights
 
 # What says how to train, and is in no checkpoint.
-_TRAINING_ONLY = ("balance_factor", "capacity_factor", "overflow_limit", "grouped")
+_TRAINING_ONLY = ("balance_factor", "balance_by_layer", "capacity_factor", "overflow_limit", "grouped")
 
 
 def config_from_hf(directory: str | os.PathLike[str]) -> MoeConfig:

@@ -26,7 +26,7 @@ from forebay.models.stacked import plain_scan
 from forebay.ops.cross_entropy import cross_entropy
 from forebay.ops.moe.routing import (
     choose_experts,
-    pooled_balance_loss,
+    load_balancing_loss,
     relative_load,
     router_weights,
     tokens_per_expert,
@@ -73,7 +73,7 @@ class Aux(NamedTuple):
 
     Attributes:
         cross_entropy: of the next token, nats.
-        balance_loss: over all layers together, without its factor: `experts_per_token` is perfect balance.
+        balance_loss: without its factor: `experts_per_token` is perfect balance.
         overflow: share of rows that found no room, mean over layers.
         load: tokens of each expert over the mean, `[layers, experts]`.
     """
@@ -179,7 +179,9 @@ def loss(
     config = parts.config
     x_BSD, table = hidden_states(weights, batch["inputs"], parts=parts, scan_layers=scan_layers, dtype=dtype)
     entropy = cross_entropy(x_BSD, weights.head_DV, batch["targets"], chunking=chunking, sharding=parts.sharding)
-    balance = pooled_balance_loss(table.load_E, table.balance, config.experts_per_token)
+    balance = load_balancing_loss(
+        table.load_E, table.balance, experts_per_token=config.experts_per_token, by_layer=config.balance_by_layer
+    )
     return entropy + config.balance_factor * balance, Aux(entropy, balance, table.overflow.mean(), table.load_E)
 
 

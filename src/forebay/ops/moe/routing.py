@@ -68,21 +68,24 @@ def balance_loss(scores_BSE: jax.Array, tokens_BE: jax.Array) -> jax.Array:
     return (f_BE * p_BE).sum(-1).mean()
 
 
-def pooled_balance_loss(load_LE: jax.Array, probability_LE: jax.Array, experts_per_token: int) -> jax.Array:
-    """The load-balancing loss over the tokens of all layers together, without its factor, a scalar;
-    `experts_per_token` for perfect balance.
+def load_balancing_loss(
+    load_LE: jax.Array, probability_LE: jax.Array, *, experts_per_token: int, by_layer: bool
+) -> jax.Array:
+    """Switch Transformer's balance loss with k choices, without its factor, a scalar; k for perfect balance.
 
     `E sum_e f_e P_e`, with f how many of a token's choices fell on an expert, in the mean, and P the expert's
-    mean probability: Switch Transformer's (arXiv:2101.03961, equations 4 to 6) with k choices, as transformers'
-    `load_balancing_loss_func` has it, where a layer's lack of balance may make up for another's. Gradients flow through P
-    alone.
+    mean probability (arXiv:2101.03961, equations 4 to 6). By layer, the mean of each layer's own; otherwise over the
+    tokens of all layers together, as transformers' `load_balancing_loss_func` has it, where a layer's lack of balance
+    may make up for another's. Gradients flow through P alone.
 
     Args:
         load_LE: relative loads (`relative_load`).
         probability_LE: the mean over tokens of each expert's probability, float32.
     """
-    # f = load * k / E
-    return experts_per_token * (jax.lax.stop_gradient(load_LE).mean(0) * probability_LE.mean(0)).sum()
+    load_LE = jax.lax.stop_gradient(load_LE)
+    if not by_layer:
+        load_LE, probability_LE = load_LE.mean(0, keepdims=True), probability_LE.mean(0, keepdims=True)
+    return experts_per_token * (load_LE * probability_LE).sum(-1).mean()  # f is load * k / E
 
 
 def relative_load(tokens_BE: jax.Array) -> jax.Array:
