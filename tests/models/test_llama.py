@@ -10,6 +10,7 @@ import pytest
 
 from forebay.errors import UserError
 from forebay.models.llama import PRESETS, LlamaConfig, RopeScaling, model
+from forebay.models.rope import apply_rope, rope_frequencies, rope_tables
 from forebay.sharding import single_device
 
 SMALL = LlamaConfig(vocab=32, embed=24, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=40, rope_theta=100.0)
@@ -118,19 +119,18 @@ def test_rope_frequencies_follow_the_three_cases_of_llama_3_1(head_dim, theta, s
     assert ratios[0] == 1
     assert ratios[-1] == pytest.approx(1 / scaling.factor)
     assert np.any((ratios < 0.999) & (ratios > 1.001 / scaling.factor))  # all three cases occur
-    frequencies = model.rope_frequencies(head_dim, theta, scaling)
+    frequencies = rope_frequencies(head_dim, theta, scaling)
     assert frequencies.dtype == np.float32
     np.testing.assert_allclose(frequencies, expected, rtol=1e-6)
 
 
 def test_rope_frequencies_without_scaling():
-    np.testing.assert_allclose(model.rope_frequencies(8, 10_000.0, None), [1, 0.1, 0.01, 0.001], rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(8, 10_000.0, None), [1, 0.1, 0.01, 0.001], rtol=1e-6)
 
 
 def test_rope_turns_the_two_halves_by_position_times_frequency():
-    config = dataclasses.replace(SMALL, head_dim=4)  # frequencies 1 and 100 ** -0.5 = 0.1
     x_BSHK = jnp.broadcast_to(jnp.asarray([1.0, 2.0, 0.0, 0.0]), (1, 3, 1, 4))
-    turned = model.apply_rope(x_BSHK, *model.rope_tables(config, 3))[0, :, 0]
+    turned = apply_rope(x_BSHK, *rope_tables(rope_frequencies(4, 100.0), 3))[0, :, 0]
     for position in range(3):
         one, two = position * 1.0, position * 0.1
         expected = [math.cos(one), 2 * math.cos(two), math.sin(one), 2 * math.sin(two)]

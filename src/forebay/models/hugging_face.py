@@ -180,6 +180,27 @@ class ConfigReader:
             raise self.refused(key, value, "a positive whole number")
         return value
 
+    def fp8_block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale in weights of `F8_E4M3`; None where nothing is quantised."""
+        quantised = self.keys.get("quantization_config")
+        if quantised is None:
+            return None
+        block = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
+        block = block if isinstance(block, list) and all(isinstance(b, int) and b > 0 for b in block) else []
+        if len(block) != 2 or quantised.get("quant_method") != "fp8" or quantised.get("fmt", "e4m3") != "e4m3":
+            supported = "fp8 in e4m3 with a weight_block_size of [rows, columns]"
+            raise self.refused("quantization_config", quantised, supported)
+        return block[0], block[1]
+
+    def head_dim(self) -> int:
+        """`head_dim`, or else `hidden_size` over the heads."""
+        embed, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        if self.keys.get("head_dim") is None and embed % heads:
+            raise UserError(
+                f"{self.path}: hidden_size={embed} is not a multiple of num_attention_heads={heads}: give head_dim"
+            )
+        return self.size("head_dim", embed // heads)
+
     def number(self, keys: Mapping[str, Any], key: str, default: float | None = None) -> float:
         value = keys.get(key)
         value = default if value is None else value
@@ -198,7 +219,8 @@ class ConfigReader:
 
     @property
     def _family(self) -> str:
-        return {"llama": "Llama", "deepseek_v3": "DeepSeek-V3"}.get(str(self.keys.get("model_type")), "Llama")
+        names = {"deepseek_v3": "DeepSeek-V3", "mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE"}
+        return names.get(str(self.keys.get("model_type")), "Llama")
 
 
 def check_same(config: Any, described: Any, path: Path, but: Collection[str] = ()) -> None:

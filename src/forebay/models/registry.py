@@ -111,10 +111,11 @@ def fingerprint(model: Model) -> str:
 
 def _families() -> dict[str, tuple[Callable[..., Model], Any]]:
     """For each model's name its family and configuration."""
-    from forebay.models import deepseek, llama
+    from forebay.models import deepseek, llama, moe
 
     found: dict[str, tuple[Callable[..., Model], Any]] = {n: (llama.Llama, c) for n, c in llama.PRESETS.items()}
-    return found | {n: (deepseek.DeepSeek, c) for n, c in deepseek.PRESETS.items()}
+    found |= {n: (deepseek.DeepSeek, c) for n, c in deepseek.PRESETS.items()}
+    return found | {n: (moe.Moe, c) for n, c in moe.PRESETS.items()}
 
 
 def model_names() -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from forebay.models import experts, stacked
 from forebay.models.deepseek import model
 from forebay.models.deepseek.config import PRESETS, DeepSeekConfig, Yarn
 from forebay.models.registry import ExampleBlock
-from forebay.ops.moe import grouped
 from forebay.ops.moe.routing import adjusted_bias
 from forebay.sharding import Sharding
 
@@ -70,10 +70,7 @@ class DeepSeek:
         return model.logical_axes(self.config)
 
     def decayed(self) -> model.Weights[bool]:
-        return jax.tree.map_with_path(
-            lambda path, _: not any(word in path[-1].name for word in ("norm", "bias")),
-            self.shapes(), is_leaf=lambda x: isinstance(x, tuple),
-        )  # fmt: skip
+        return stacked.decayed(self.shapes())
 
     def loss(
         self,
@@ -86,20 +83,13 @@ class DeepSeek:
         scan_layers: Callable[..., Any],
         dtype: Any,
     ) -> tuple[jax.Array, model.Aux]:
-        return model.loss(
-            weights, batch, parts=self._parts(sharding, kernel), chunking=chunking, scan_layers=scan_layers, dtype=dtype
-        )
+        parts = model.Parts.of(self.config, sharding, kernel)
+        return model.loss(weights, batch, parts=parts, chunking=chunking, scan_layers=scan_layers, dtype=dtype)
 
     def metrics(self, aux: model.Aux) -> dict[str, jax.Array]:
-        """The cross entropies, and how even the experts' load is: `moe_max_violation` is the largest load over the
-        mean, less one, in the mean over layers (MaxVio, arXiv:2408.15664), `moe_worst_violation` the same of the worst layer;
-        `moe_overflow` the share of rows that found no room."""
-        violation = aux.load.max(-1) - 1
+        """The cross entropies, and how even the experts' load is (`forebay.models.experts.metrics`)."""
         mtp = {"mtp_loss": aux.mtp_cross_entropy} if self.config.mtp else {}
-        return {
-            "loss": aux.cross_entropy, **mtp, "moe_balance_loss": aux.balance_loss,
-            "moe_max_violation": violation.mean(), "moe_worst_violation": violation.max(), "moe_overflow": aux.overflow,
-        }  # fmt: skip
+        return {"loss": aux.cross_entropy, **mtp, **experts.metrics(aux.load, aux.balance_loss, aux.overflow)}
 
     def after_update(self, weights: model.Weights[jax.Array], aux: model.Aux) -> model.Weights[jax.Array]:
         """With the routers' biases moved against their experts' load."""
@@ -116,18 +106,12 @@ class DeepSeek:
         return dataclasses.replace(weights, moe_layers=adjusted(weights.moe_layers, aux.load[:count]), mtp=mtp)
 
     def refusal(self, record: Mapping[str, Any]) -> str | None:
-        share, limit = record["moe_overflow"], self.config.overflow_limit
-        if share <= limit:
-            return None
-        return (
-            f"{share:.1%} of the experts' rows found no room (sizes.overflow_limit={limit}): raise sizes.capacity_factor above "
-            f"{self.config.capacity_factor}, or allow more with sizes.overflow_limit"
-        )
+        return experts.refusal(record, self.config)
 
     def logits(
         self, weights: model.Weights[jax.Array], tokens: jax.Array, *, sharding: Sharding, dtype: Any
     ) -> jax.Array:
-        return model.logits(weights, tokens, parts=self._parts(sharding, "blockwise"), dtype=dtype)
+        return model.logits(weights, tokens, parts=model.Parts.of(self.config, sharding, "blockwise"), dtype=dtype)
 
     def load_hugging_face(self, directory: str, *, shardings: Any) -> model.Weights[jax.Array]:
         from forebay.models.deepseek import hugging_face
@@ -140,35 +124,22 @@ class DeepSeek:
     def example_blocks(
         self, batch: int, seq: int, dtype: Any, sharding: Sharding, kernel: str
     ) -> dict[str, ExampleBlock]:
-        parts = self._parts(sharding, kernel)
-        shapes, config = self.shapes(), self.config
-
-        def one_layer(stack: Any) -> Any:
-            return jax.tree.map(
-                lambda s: jax.ShapeDtypeStruct(s[1:], jnp.float32), stack, is_leaf=lambda x: isinstance(x, tuple)
-            )
-
+        config, shapes = self.config, self.shapes()
+        parts = model.Parts.of(config, sharding, kernel)
         x = jax.ShapeDtypeStruct((batch, seq, config.embed), dtype)
         rope = (jax.ShapeDtypeStruct((seq, config.rope_dim // 2), jnp.float32),) * 2
-        table = lambda layers: jax.eval_shape(lambda: model.empty_table(config, layers))  # noqa: E731
-        numbered = (jax.ShapeDtypeStruct((), jnp.int32), one_layer(shapes.moe_layers))
+        table = lambda layers: jax.eval_shape(lambda: experts.empty_table(layers, config.experts))  # noqa: E731
+        numbered = (jax.ShapeDtypeStruct((), jnp.int32), stacked.one_layer(shapes.moe_layers))
         blocks = {
             "dense_layers": ExampleBlock(
-                functools.partial(model.dense_block, parts=parts), one_layer(shapes.dense_layers), x, (rope,)
+                functools.partial(model.dense_block, parts=parts), stacked.one_layer(shapes.dense_layers), x, (rope,)
             ),
             "moe_layers": ExampleBlock(
                 functools.partial(model.moe_block, parts=parts), numbered, (x, table(config.moe_layers)), (rope,)
             ),
             "mtp": ExampleBlock(
-                functools.partial(model.mtp_block, parts=parts), one_layer(shapes.mtp),
+                functools.partial(model.mtp_block, parts=parts), stacked.one_layer(shapes.mtp),
                 (x, table(1)), (x, rope),
             ),
         }  # fmt: skip
         return {name: blocks[name] for name in self.stacks}
-
-    def _parts(self, sharding: Sharding, kernel: str) -> model.Parts:
-        platform = sharding.mesh.devices.flat[0].platform
-        chosen = grouped.choose_kernel(
-            self.config.grouped, platform, embed=self.config.embed, mlp=self.config.moe_mlp // sharding.size("mlp")
-        )
-        return model.Parts(self.config, sharding, kernel, chosen)

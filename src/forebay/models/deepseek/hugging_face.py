@@ -118,7 +118,7 @@ def load(
     described, block = None, None
     if config is None or (path / files.CONFIG).exists():
         described = config_from_hf(path)
-        block = _fp8_block(ConfigReader.of(path))
+        block = ConfigReader.of(path).fp8_block()
     if config is None:  # transformers says that there is a prediction layer, and saves none
         assert described is not None
         after_last = f"model.layers.{described.layers}."
@@ -132,17 +132,6 @@ def load(
         path, _layout(config), model.shapes(config), dtype=dtype, shardings=shardings, fp8_block=block,
         passed_over=lambda name: name.startswith(repeated if config.mtp else after_last),
     )  # fmt: skip
-
-
-def _fp8_block(read: ConfigReader) -> tuple[int, int] | None:
-    quantised = read.keys.get("quantization_config")
-    if quantised is None:
-        return None
-    block = quantised.get("weight_block_size") if isinstance(quantised, dict) else None
-    block = block if isinstance(block, list) and all(isinstance(b, int) and b > 0 for b in block) else []
-    if len(block) != 2 or quantised.get("quant_method") != "fp8" or quantised.get("fmt", "e4m3") != "e4m3":
-        raise read.refused("quantization_config", quantised, "fp8 in e4m3 with a weight_block_size of [rows, columns]")
-    return block[0], block[1]
 
 
 def save(

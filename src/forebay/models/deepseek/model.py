@@ -19,11 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from forebay.models import experts, stacked
 from forebay.models.deepseek.config import DeepSeekConfig
 from forebay.models.embedding import look_up
+from forebay.models.experts import Carry, LayerStats, empty_table, in_compute_dtype, noted, router_logits
+from forebay.models.stacked import plain_scan
 from forebay.ops.attention import attention
 from forebay.ops.cross_entropy import cross_entropy
-from forebay.ops.moe import RoutedExperts
 from forebay.ops.moe.routing import (
     balance_loss,
     choose_experts,
@@ -130,6 +132,9 @@ class Aux(NamedTuple):
     load: Any
 
 
+Parts = experts.Parts[DeepSeekConfig]
+
+
 # --- weights ----------------------------------------------------------------------------------------
 
 
@@ -196,36 +201,14 @@ def shapes(config: DeepSeekConfig) -> Weights[tuple[int, ...]]:
     )
 
 
-_BACK_INTO_THE_STREAM = ("out_DHW", "down_DF", "down_DEF")
-
-
 def init(key: jax.Array, config: DeepSeekConfig, dtype: Any = jnp.float32) -> Weights[jax.Array]:
-    """Random weights: normal with standard deviation 0.02, the projections back into the residual stream scaled
-    down by `sqrt(2 * layers)` (GPT-2's initialisation), norms at one, the router's bias at zero."""
-    leaves, treedef = jax.tree.flatten_with_path(shapes(config), is_leaf=_is_shape)
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for n, (path, shape) in enumerate(leaves):
-        if not any(word in path[-1].name for word in ("norm", "bias")):
-            alike.setdefault(shape[1:], []).append(n)
-    weights: list[Any] = [(jnp.ones if "norm" in path[-1].name else jnp.zeros)(shape, dtype) for path, shape in leaves]
-    # one draw for all that differ in their first dimension only: compiling the draws is most of a small run's start
-    keys = jax.random.split(key, len(alike))
-    for one, (tail, members) in zip(keys, alike.items(), strict=True):
-        lengths = [leaves[n][1][0] for n in members]
-        drawn = jax.random.normal(one, (sum(lengths), *tail), jnp.float32)
-        for n, part in zip(members, jnp.split(drawn, np.cumsum(lengths)[:-1]), strict=True):
-            back = leaves[n][0][-1].name in _BACK_INTO_THE_STREAM
-            std = 0.02 / (2 * config.layers) ** 0.5 if back else 0.02
-            weights[n] = (std * part).astype(dtype)
-    return jax.tree.unflatten(treedef, weights)
+    """Random weights (`forebay.models.stacked.draw`), the router's bias at zero."""
+    back = ("out_DHW", "down_DF", "down_DEF")
+    return stacked.draw(key, shapes(config), dtype, layers=config.layers, back_into_the_stream=back)
 
 
 def parameter_count(config: DeepSeekConfig) -> int:
-    return sum(math.prod(s) for s in jax.tree.leaves(shapes(config), is_leaf=_is_shape))
-
-
-def _is_shape(x: Any) -> bool:
-    return isinstance(x, tuple)
+    return stacked.parameter_count(shapes(config))
 
 
 # --- attention --------------------------------------------------------------------------------------
@@ -330,22 +313,10 @@ def dense_mlp(weights: Mlp[jax.Array], h_BSD: jax.Array, *, sharding: Sharding) 
     return checkpoint_name(_constrain_stream(down_BSD, sharding=sharding), "mlpwo")
 
 
-class LayerStats(NamedTuple):
-    """Of one layer of experts: relative load `[experts]`, balance loss, share of rows without room."""
-
-    load_E: jax.Array
-    balance: jax.Array
-    overflow: jax.Array
-
-
-def expert_mlp(
-    weights: Experts[jax.Array], h_BSD: jax.Array, *, config: DeepSeekConfig, sharding: Sharding, grouped: str
-) -> tuple[jax.Array, LayerStats]:
+def expert_mlp(weights: Experts[jax.Array], h_BSD: jax.Array, *, parts: Parts) -> tuple[jax.Array, LayerStats]:
     """Routed and shared experts of normed hidden states. All of `weights` in the compute dtype but the router's."""
-    logits_BSE = jnp.einsum(
-        "bsd,de->bse", h_BSD.astype(jnp.float32), weights.router_DE.astype(jnp.float32), precision="highest"
-    )
-    scores_BSE = jax.nn.sigmoid(sharding.constrain(logits_BSE, "batch", "sequence", None))
+    config, sharding = parts.config, parts.sharding
+    scores_BSE = jax.nn.sigmoid(router_logits(h_BSD, weights.router_DE, sharding))
     experts_BSk = choose_experts(
         scores_BSE, weights.router_bias_E, experts_per_token=config.experts_per_token,
         groups=config.expert_groups, groups_per_token=config.groups_per_token,
@@ -353,8 +324,7 @@ def expert_mlp(
     weights_BSk = router_weights(
         scores_BSE, experts_BSk, normalise=config.normalise_weights, route_scale=config.route_scale
     )
-    routed = RoutedExperts(config.experts, config.experts_per_token, config.capacity_factor, grouped, sharding)
-    out = routed(h_BSD, experts_BSk, weights_BSk, weights.gate_DEF, weights.up_DEF, weights.down_DEF)
+    out = parts.routed(h_BSD, experts_BSk, weights_BSk, weights.gate_DEF, weights.up_DEF, weights.down_DEF)
     tokens_BE = tokens_per_expert(experts_BSk, config.experts)
     stats = LayerStats(relative_load(tokens_BE), balance_loss(scores_BSE, tokens_BE), out.overflow)
     return out.out_BSD + dense_mlp(weights.shared, h_BSD, sharding=sharding), stats
@@ -363,28 +333,18 @@ def expert_mlp(
 # --- blocks -----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """What every block is built with."""
-
-    config: DeepSeekConfig
-    sharding: Sharding
-    kernel: str
-    grouped: str
-
-
 def decoder_layer(
     layer: Layer[jax.Array], x_BSD: jax.Array, rope: tuple[jax.Array, jax.Array], *, parts: Parts
 ) -> tuple[jax.Array, LayerStats | None]:
     """One decoder layer: `[batch, sequence, embed]` to the same, and what its router did, if it has one."""
     config, sharding, dtype = parts.config, parts.sharding, x_BSD.dtype
-    layer = jax.tree.map_with_path(lambda path, w: w if "router" in path[-1].name else w.astype(dtype), layer)
+    layer = in_compute_dtype(layer, dtype)
     h_BSD = rms_norm(x_BSD, layer.attention_norm_D, config.norm_eps)
     x_BSD += latent_attention(layer.attention, h_BSD, rope, config=config, sharding=sharding, kernel=parts.kernel)
     h_BSD = rms_norm(x_BSD, layer.mlp_norm_D, config.norm_eps)
     stats = None
     if isinstance(layer.mlp, Experts):
-        out_BSD, stats = expert_mlp(layer.mlp, h_BSD, config=config, sharding=sharding, grouped=parts.grouped)
+        out_BSD, stats = expert_mlp(layer.mlp, h_BSD, parts=parts)
     else:
         out_BSD = dense_mlp(layer.mlp, h_BSD, sharding=sharding)
     return _constrain_stream(x_BSD + out_BSD, sharding=sharding), stats
@@ -396,19 +356,16 @@ def dense_block(layer: Layer[jax.Array], x_BSD: jax.Array, rope: Any, *, parts: 
     return decoder_layer(layer, x_BSD, rope, parts=parts)[0]
 
 
-MoeCarry = tuple[jax.Array, LayerStats]
-"""What the layers of experts hand on: the residual stream, and the statistics of all layers, `[layers, ...]`."""
-
-
-def moe_block(indexed: tuple[jax.Array, Layer[jax.Array]], carry: MoeCarry, rope: Any, *, parts: Parts) -> MoeCarry:
+def moe_block(indexed: tuple[jax.Array, Layer[jax.Array]], carry: Carry, rope: Any, *, parts: Parts) -> Carry:
     """A layer of the stack `moe_layers`, with its number."""
     (index, layer), (x_BSD, table) = indexed, carry
     x_BSD = checkpoint_name(_constrain_stream(x_BSD, sharding=parts.sharding), "decoder_layer_input")
     x_BSD, stats = decoder_layer(layer, x_BSD, rope, parts=parts)
-    return x_BSD, jax.tree.map(lambda rows, row: rows.at[index].set(row), table, stats)
+    assert stats is not None
+    return x_BSD, noted(table, index, stats)
 
 
-def mtp_block(mtp: Mtp[jax.Array], carry: MoeCarry, token_BSD: jax.Array, rope: Any, *, parts: Parts) -> MoeCarry:
+def mtp_block(mtp: Mtp[jax.Array], carry: Carry, token_BSD: jax.Array, rope: Any, *, parts: Parts) -> Carry:
     """The layer of the stack `mtp`: joins the hidden state of each position with the embedding of the next token."""
     x_BSD, table = carry
     x_BSD = checkpoint_name(_constrain_stream(x_BSD, sharding=parts.sharding), "decoder_layer_input")
@@ -421,16 +378,12 @@ def mtp_block(mtp: Mtp[jax.Array], carry: MoeCarry, token_BSD: jax.Array, rope: 
     return x_BSD, jax.tree.map(lambda _, row: row[None], table, stats)
 
 
-def empty_table(config: DeepSeekConfig, layers: int) -> LayerStats:
-    return LayerStats(jnp.zeros((layers, config.experts)), jnp.zeros(layers), jnp.zeros(layers))
-
-
 # --- the whole model --------------------------------------------------------------------------------
 
 
 def hidden_states(
     weights: Weights[jax.Array], tokens_BS: jax.Array, *, parts: Parts, scan_layers: Callable[..., Any], dtype: Any
-) -> MoeCarry:
+) -> Carry:
     """Hidden states after the last layer and before the last norm, and the statistics of the layers of experts."""
     config, sharding = parts.config, parts.sharding
     x_BSD = look_up(weights.embedding_VD, tokens_BS, sharding).astype(dtype)
@@ -438,7 +391,7 @@ def hidden_states(
     if weights.dense_layers is not None:
         block = functools.partial(dense_block, parts=parts)
         x_BSD = scan_layers(block, x_BSD, weights.dense_layers, rope, stack="dense_layers")
-    carry = (x_BSD, empty_table(config, config.moe_layers))
+    carry = (x_BSD, empty_table(config.moe_layers, config.experts))
     numbered = (jnp.arange(config.moe_layers, dtype=jnp.int32), weights.moe_layers)
     return scan_layers(functools.partial(moe_block, parts=parts), carry, numbered, rope, stack="moe_layers")
 
@@ -470,7 +423,7 @@ def loss(
         token_BSD = look_up(weights.embedding_VD, jnp.maximum(next_BS, 0), sharding).astype(dtype)
         rope = rope_tables(config, next_BS.shape[1])
         x_BSD, last = scan_layers(
-            functools.partial(mtp_block, parts=parts), (x_BSD, empty_table(config, 1)), weights.mtp, token_BSD, rope,
+            functools.partial(mtp_block, parts=parts), (x_BSD, empty_table(1, config.experts)), weights.mtp, token_BSD, rope,
             stack="mtp",
         )  # fmt: skip
         # the last norm is outside of the stack: inside, recomputing the layer would repeat all of it
@@ -487,11 +440,6 @@ def logits(weights: Weights[jax.Array], tokens_BS: jax.Array, *, parts: Parts, d
     x_BSD, _ = hidden_states(weights, tokens_BS, parts=parts, scan_layers=plain_scan, dtype=dtype)
     x_BSD = rms_norm(x_BSD, weights.final_norm_D, parts.config.norm_eps)
     return jnp.einsum("bsd,dv->bsv", x_BSD, weights.head_DV.astype(dtype), preferred_element_type=jnp.float32)
-
-
-def plain_scan(block: Any, x: Any, layers: Any, *constants: Any, stack: str) -> Any:
-    del stack
-    return jax.lax.scan(lambda x, layer: (block(layer, x, *constants), None), x, layers)[0]
 
 
 def flops_per_token(config: DeepSeekConfig, seq: int) -> float:

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 
+from forebay.models import stacked
 from forebay.models.llama import model
-from forebay.models.llama.config import PRESETS, LlamaConfig, RopeScaling
+from forebay.models.llama.config import PRESETS, LlamaConfig
 from forebay.models.registry import ExampleBlock
+from forebay.models.rope import RopeScaling
 from forebay.sharding import Sharding
 
 __all__ = ["PRESETS", "Llama", "LlamaConfig", "RopeScaling"]
@@ -58,9 +60,7 @@ class Llama:
         return model.logical_axes(self.config)
 
     def decayed(self) -> model.Weights[bool]:
-        return jax.tree.map_with_path(
-            lambda path, _: "norm" not in path[-1].name, self.shapes(), is_leaf=lambda x: isinstance(x, tuple)
-        )
+        return stacked.decayed(self.shapes())
 
     def loss(
         self,
@@ -105,10 +105,7 @@ class Llama:
         self, batch: int, seq: int, dtype: Any, sharding: Sharding, kernel: str
     ) -> dict[str, ExampleBlock]:
         block = functools.partial(model.block, config=self.config, sharding=sharding, kernel=kernel)
-        layer = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s[1:], jax.numpy.float32),
-            self.shapes().layers, is_leaf=lambda x: isinstance(x, tuple),
-        )  # fmt: skip
+        layer = stacked.one_layer(self.shapes().layers)
         x = jax.ShapeDtypeStruct((batch, seq, self.config.embed), dtype)
         table = jax.ShapeDtypeStruct((seq, self.config.head_dim // 2), jax.numpy.float32)
         return {"layers": ExampleBlock(block, layer, x, ((table, table),))}

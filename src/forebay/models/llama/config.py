@@ -4,19 +4,7 @@ import dataclasses
 from typing import Literal
 
 from forebay.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the rotary frequencies beyond the original context length.
-
-    Field names and meaning are those of the Hugging Face configuration (`rope_type: llama3`).
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+from forebay.models.rope import RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,9 @@ from forebay.errors import UserError
 from forebay.models import hugging_face as files
 from forebay.models.hugging_face import HEADS_IN, OUT_HEADS, OUT_IN, SAME, VECTOR, ConfigReader, Form
 from forebay.models.llama import model
-from forebay.models.llama.config import LlamaConfig, RopeScaling
+from forebay.models.llama.config import LlamaConfig
 from forebay.models.llama.model import Layer, Weights
+from forebay.models.rope import RopeScaling
 
 # Rotary frequencies that early conversions stored although they follow from the configuration.
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"
@@ -139,19 +140,15 @@ def _config(read: ConfigReader) -> LlamaConfig:
     read.only("mlp_bias", False)
     read.only("quantization_config", None)
     read.silu_only()
-    embed, heads = read.size("hidden_size"), read.size("num_attention_heads")
-    if read.keys.get("head_dim") is None and embed % heads:
-        raise UserError(
-            f"{read.path}: hidden_size={embed} is not a multiple of num_attention_heads={heads}: give head_dim"
-        )
+    heads = read.size("num_attention_heads")
     rope = read.rope()
     return LlamaConfig(
         vocab=read.size("vocab_size"),
-        embed=embed,
+        embed=read.size("hidden_size"),
         layers=read.size("num_hidden_layers"),
         heads=heads,
         kv_heads=read.size("num_key_value_heads", heads),
-        head_dim=read.size("head_dim", embed // heads),
+        head_dim=read.head_dim(),
         mlp=read.size("intermediate_size"),
         rope_theta=read.number(rope, "rope_theta", 10_000.0),
         rope_scaling=_rope_scaling(read, rope),

@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from forebay.models import stacked
 from forebay.models.embedding import look_up
-from forebay.models.llama.config import LlamaConfig, RopeScaling
-from forebay.ops.attention import attention
+from forebay.models.grouped_query import Attention, grouped_query_attention, multiply_adds
+from forebay.models.llama.config import LlamaConfig
+from forebay.models.rope import rope_frequencies, rope_tables
+from forebay.models.stacked import plain_scan
 from forebay.ops.cross_entropy import cross_entropy
 from forebay.ops.norm import rms_norm
 from forebay.sharding import Sharding
@@ -116,35 +118,6 @@ def init(key: jax.Array, config: LlamaConfig, dtype: Any = jnp.float32) -> Weigh
     return jax.tree.unflatten(treedef, [one(k, p, s) for k, (p, s) in zip(keys, leaves, strict=True)])
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Angular frequencies `[head_dim / 2]` in radians per position, float32.
-
-    RoPE (Su et al., arXiv:2104.09864); Llama 3.1's scaling divides the frequencies whose wavelength
-    exceeds the original context by `factor`, keeps the short ones, and blends those between.
-    """
-    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling is not None:
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        frequencies = keep * frequencies + (1 - keep) * frequencies / scaling.factor
-    return frequencies.astype(np.float32)
-
-
-def rope_tables(config: LlamaConfig, seq: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[seq, head_dim / 2]` in float32."""
-    frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-    angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(x_BSHK: jax.Array, cos_SK: jax.Array, sin_SK: jax.Array) -> jax.Array:
-    """Rotates the two halves of the head dimension against each other (Hugging Face's layout)."""
-    first, second = jnp.split(x_BSHK.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos_SK[:, None], sin_SK[:, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BSHK.dtype)
-
-
 def block(
     layer: Layer[jax.Array],
     x_BSD: jax.Array,
@@ -162,17 +135,8 @@ def block(
     x_BSD = checkpoint_name(residual_stream(x_BSD), "decoder_layer_input")
 
     h_BSD = rms_norm(x_BSD, layer.attention_norm_D, config.norm_eps)
-    q_BSHK = apply_rope(jnp.einsum("bsd,dhk->bshk", h_BSD, layer.query_DHK), *rope)
-    k_BSGK = apply_rope(jnp.einsum("bsd,dgk->bsgk", h_BSD, layer.key_DGK), *rope)
-    v_BSGK = jnp.einsum("bsd,dgk->bsgk", h_BSD, layer.value_DGK)
-    q_BSHK = checkpoint_name(sharding.constrain(q_BSHK, "batch", "sequence", "heads", None), "query_proj")
-    k_BSGK = checkpoint_name(sharding.constrain(k_BSGK, "batch", "sequence", "kv_heads", None), "key_proj")
-    v_BSGK = checkpoint_name(sharding.constrain(v_BSGK, "batch", "sequence", "kv_heads", None), "value_proj")
-    context_BSHK = attention(
-        q_BSHK, k_BSGK, v_BSGK, kernel=kernel, sharding=sharding, scale=config.head_dim**-0.5
-    )  # named `context` inside
-    out_BSD = jnp.einsum("bshk,dhk->bsd", context_BSHK, layer.out_DHK)
-    x_BSD = x_BSD + checkpoint_name(residual_stream(out_BSD), "out_proj")
+    weights = Attention(layer.query_DHK, layer.key_DGK, layer.value_DGK, layer.out_DHK)
+    x_BSD += grouped_query_attention(weights, h_BSD, rope, eps=config.norm_eps, sharding=sharding, kernel=kernel)
 
     h_BSD = rms_norm(x_BSD, layer.mlp_norm_D, config.norm_eps)
     gate_BSF = sharding.constrain(jnp.einsum("bsd,df->bsf", h_BSD, layer.gate_DF), "batch", "sequence", "mlp")
@@ -198,7 +162,8 @@ def hidden_states(
     it keeps, moves and recomputes is its business (`forebay.offload`).
     """
     x_BSD = look_up(weights.embedding_VD, tokens_BS, sharding).astype(dtype)
-    rope = rope_tables(config, tokens_BS.shape[1])
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    rope = rope_tables(frequencies, tokens_BS.shape[1])
     layer_block = functools.partial(block, config=config, sharding=sharding, kernel=kernel)
     x_BSD = scan_layers(layer_block, x_BSD, weights.layers, rope, stack="layers")
     return rms_norm(x_BSD, weights.final_norm_D, config.norm_eps)
@@ -229,11 +194,6 @@ def logits(
     weights: Weights[jax.Array], tokens_BS: jax.Array, *, config: LlamaConfig, sharding: Sharding, dtype: Any
 ) -> jax.Array:
     """Logits `[batch, sequence, vocabulary]` in float32: for sampling and tests, not for training."""
-
-    def plain_scan(block, x, layers, *constants, stack):
-        del stack
-        return jax.lax.scan(lambda x, layer: (block(layer, x, *constants), None), x, layers)[0]
-
     x_BSD = hidden_states(
         weights, tokens_BS, config=config, sharding=sharding, kernel="blockwise", scan_layers=plain_scan, dtype=dtype
     )
@@ -246,7 +206,7 @@ def head(weights: Weights[jax.Array]) -> jax.Array:
 
 
 def parameter_count(config: LlamaConfig) -> int:
-    return sum(int(np.prod(s)) for s in jax.tree.leaves(shapes(config), is_leaf=lambda x: isinstance(x, tuple)))
+    return stacked.parameter_count(shapes(config))
 
 
 def flops_per_token(config: LlamaConfig, seq: int) -> float:
@@ -258,10 +218,9 @@ def flops_per_token(config: LlamaConfig, seq: int) -> float:
     softmax are not counted. The convention is PaLM's (arXiv:2204.02311, appendix B) with the causal
     half taken off.
     """
-    D, H, G, K, F = config.embed, config.heads, config.kv_heads, config.head_dim, config.mlp
-    matrices = config.layers * (2 * D * H * K + 2 * D * G * K + 3 * D * F) + D * config.vocab
-    attention_products = config.layers * 2 * H * K * (seq + 1) / 2
-    return 3 * 2 * (matrices + attention_products)
+    c, D = config, config.embed
+    attention = multiply_adds(embed=D, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, seq=seq)
+    return 3 * 2 * (c.layers * (attention + 3 * D * c.mlp) + D * c.vocab)
 
 
 def _constrain_stream(x_BSD: jax.Array, *, sharding: Sharding) -> jax.Array:

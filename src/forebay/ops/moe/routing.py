@@ -1,6 +1,7 @@
-"""Which experts each token goes to, and how evenly: DeepSeek-V3's router (arXiv:2412.19437, section 2.1.2).
+"""Which experts each token goes to, and how evenly: DeepSeek-V3's router (arXiv:2412.19437, section 2.1.2), of which one
+without bias and groups is a case, and the balance losses.
 
-Shapes: B batch, S sequence, E experts, k experts that a token goes to.
+Shapes: B batch, S sequence, E experts, k experts that a token goes to, L layers.
 """
 
 import jax
@@ -11,7 +12,12 @@ MAPS = "moe_routing_maps"
 
 
 def choose_experts(
-    scores_BSE: jax.Array, bias_E: jax.Array, *, experts_per_token: int, groups: int, groups_per_token: int
+    scores_BSE: jax.Array,
+    bias_E: jax.Array | None = None,
+    *,
+    experts_per_token: int,
+    groups: int = 1,
+    groups_per_token: int = 1,
 ) -> jax.Array:
     """The experts of each token, int32 `[batch, sequence, k]`, the best first; carries the name `moe_routing_maps`.
 
@@ -22,7 +28,7 @@ def choose_experts(
         scores_BSE: affinities in (0, 1), float32.
         bias_E: float32, added to the scores.
     """
-    choice = jax.lax.stop_gradient(scores_BSE + bias_E)
+    choice = jax.lax.stop_gradient(scores_BSE if bias_E is None else scores_BSE + bias_E)
     if groups_per_token < groups:
         by_group = choice.reshape(*choice.shape[:-1], groups, -1)
         of_group = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(-1)
@@ -32,7 +38,9 @@ def choose_experts(
     return checkpoint_name(jax.lax.top_k(choice, experts_per_token)[1], MAPS)
 
 
-def router_weights(scores_BSE: jax.Array, experts_BSk: jax.Array, *, normalise: bool, route_scale: float) -> jax.Array:
+def router_weights(
+    scores_BSE: jax.Array, experts_BSk: jax.Array, *, normalise: bool, route_scale: float = 1.0
+) -> jax.Array:
     """What each chosen expert's result counts, `[batch, sequence, k]`: its score, over the sum of the chosen
     ones' where `normalise`, times `route_scale`."""
     weights = jnp.take_along_axis(scores_BSE, experts_BSk, axis=-1)
@@ -58,6 +66,26 @@ def balance_loss(scores_BSE: jax.Array, tokens_BE: jax.Array) -> jax.Array:
     f_BE = jax.lax.stop_gradient(tokens_BE / tokens_BE.sum(-1, keepdims=True)) * experts
     p_BE = (scores_BSE / scores_BSE.sum(-1, keepdims=True)).mean(1)
     return (f_BE * p_BE).sum(-1).mean()
+
+
+def load_balancing_loss(
+    load_LE: jax.Array, probability_LE: jax.Array, *, experts_per_token: int, by_layer: bool
+) -> jax.Array:
+    """Switch Transformer's balance loss with k choices, without its factor, a scalar; k for perfect balance.
+
+    `E sum_e f_e P_e`, with f how many of a token's choices fell on an expert, in the mean, and P the expert's
+    mean probability (arXiv:2101.03961, equations 4 to 6). By layer, the mean of each layer's own; otherwise over the
+    tokens of all layers together, as transformers' `load_balancing_loss_func` has it, where a layer's lack of balance
+    may make up for another's. Gradients flow through P alone.
+
+    Args:
+        load_LE: relative loads (`relative_load`).
+        probability_LE: the mean over tokens of each expert's probability, float32.
+    """
+    load_LE = jax.lax.stop_gradient(load_LE)
+    if not by_layer:
+        load_LE, probability_LE = load_LE.mean(0, keepdims=True), probability_LE.mean(0, keepdims=True)
+    return experts_per_token * (load_LE * probability_LE).sum(-1).mean()  # f is load * k / E
 
 
 def relative_load(tokens_BE: jax.Array) -> jax.Array:
