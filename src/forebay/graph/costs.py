@@ -25,6 +25,9 @@ _KERNELS = ("pallas_call", "tpu_custom_call", "custom_call", "ffi_call")
 _RNG = ("random_bits", "threefry2x32", "random_unwrap", "random_wrap", "random_split", "rng_bit_generator")
 # Threefry makes 64 bits from some 100 integer operations (Salmon et al. 2011): about the time in which HBM moves 8 times as much.
 _RNG_TRAFFIC = 8
+_INDEXED = ("dynamic_slice", "gather", "slice", "squeeze")
+_WRITTEN_IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter_add": 2}
+"""The position of the part that is written."""
 _UNFUSED = ("sort", "gather", "scatter", "scatter-add", "scatter_add", "cumsum", "dynamic_update_slice", "top_k")
 
 
@@ -42,7 +45,8 @@ class Collective:
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """What an operation costs on one device. `gathered_bytes` is what it needs whole that is stored in
-    parts; `dtype` that of a matrix product's operands."""
+    parts; `dtype` that of a matrix product's operands; `kernels` what an attention in blocks, a loop in plain JAX, is
+    compiled to where no fused kernel stands for it: those of all its iterations, the scores going through HBM."""
 
     kind: Kind = "free"
     flops: float = 0.0
@@ -50,6 +54,7 @@ class Cost:
     collectives: tuple[Collective, ...] = ()
     gathered_bytes: int = 0
     dtype: str = "bfloat16"
+    kernels: tuple["Cost", ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +306,7 @@ def _loop(op: Op, view: _View, traffic: float) -> Cost:
     collectives = tuple(dataclasses.replace(c, num_bytes=c.num_bytes * times) for c in total.collectives)
     matmul = sum(c.flops for c in inner.costs if c.kind in ("matmul", "attention")) * times
     if _is_softmax_loop(inner):
-        return Cost("attention", matmul, traffic, collectives)
+        return Cost("attention", matmul, traffic, collectives, kernels=_kernels(inner, times))
     kind: Kind = "matmul" if matmul > 0 else "other"
     return Cost(kind, matmul if matmul else total.flops * times, total.hbm_bytes * times, collectives)
 
@@ -316,6 +321,39 @@ def _is_softmax_loop(inner: Analysis) -> bool:
     products = [op for op in inner.flat.ops if op.primitive == "dot_general"]
     by_head = [op for op in products if op.eqn.params["dimension_numbers"][1][0]]
     return len(by_head) >= 2 and any(op.primitive == "exp" for op in inner.flat.ops)
+
+
+def _kernels(inner: Analysis, times: int) -> tuple[Cost, ...]:
+    """What XLA makes of a loop's body: its matrix products, and for each other value that is written to memory one
+    fusion, which reads what it comes of. Of an array that is indexed only the part counts."""
+    flat, written = inner.flat, inner.materialised
+    made = {o: op for op in flat.ops for o in op.outputs}
+
+    def reads(value: int | None, seen: set[int]) -> float:
+        """Bytes from memory that `value` is computed of, each value of `seen` once."""
+        if value is None or value in seen:
+            return 0.0
+        seen.add(value)
+        op = made.get(value)
+        if op is not None and op.primitive in _INDEXED:
+            return float(inner.num_bytes[value])
+        if op is None or value in written:
+            return float(inner.num_bytes[value])
+        return sum(reads(i, seen) for i in op.inputs)
+
+    found = []
+    for op, cost in zip(flat.ops, inner.costs, strict=True):
+        if op.primitive in _INDEXED or not any(o in written for o in op.outputs) or cost.kind == "free":
+            continue
+        inputs, results = list(op.inputs), sum(inner.num_bytes[o] for o in op.outputs)
+        if op.primitive in _WRITTEN_IN_PLACE:
+            update = inputs[_WRITTEN_IN_PLACE[op.primitive]]
+            inputs, results = [update], 0 if update is None else inner.num_bytes[update]
+        seen: set[int] = set()
+        moved = times * (results + sum(reads(i, seen) for i in inputs))
+        kind: Kind = "matmul" if cost.kind == "matmul" else "elementwise"
+        found.append(Cost(kind, times * cost.flops, moved, dtype=cost.dtype))
+    return tuple(found)
 
 
 def _kernel(op: Op, traffic: float) -> Cost:

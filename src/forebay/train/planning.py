@@ -227,6 +227,7 @@ def cost_program(
         device_budget=device_bytes, host_budget=host_bytes, accumulate=program.config.accumulate,
         state_host_fraction=state_host_fraction, hosted_weights=program.hosted_weight_bytes,
         sums_on_host=program.config.accumulate_on == "host", master_bytes=program.master_bytes,
+        fused_attention=program.kernel.stands_in,
     )  # fmt: skip
 
 
