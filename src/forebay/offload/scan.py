@@ -207,11 +207,13 @@ class _Range:
 
     def __init__(self, block: Callable[..., Any], placement: Placement, row_major: bool):
         self.block = block
-        self.row_major = row_major
         self.checkpointed = apply(block, placement)
         self.stack = placement.stack
         self.first, past_last = placement.layers
         self.count = past_last - self.first
+        # a loop of two layers is unrolled, and libtpu 0.0.50.1 aborts on stores that then differ in order; up to two
+        # there is no next layer that needs the place before it is free either way
+        self.row_major = row_major and self.count > 2
         self.offloads = bool(placement.names("host"))
 
     @property
