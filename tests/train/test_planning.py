@@ -166,7 +166,7 @@ def hidden_without_row_major(monkeypatch) -> list[bool | None]:
 
 
 def on(hardware, placement="mlpwi_0=host", **changes):
-    sizes = {"layers": 2, "embed": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp": 64, "vocab": 264}
+    sizes = {"layers": 3, "embed": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp": 64, "vocab": 264}
     config = ProgramConfig(model="llama-tiny", sizes=sizes, batch=4, seq=64, placement=placement, **changes)
     return make_program(config, compile_only_devices(get_hardware(hardware), 4))
 
