@@ -8,7 +8,8 @@ device, FSDP) compiled for machines that are not there, in a process of its own,
 - stock: `jax.lax.scan` over `jax.checkpoint` with the same offload policy, and the options that any
   step gets (latency hiding scheduler), as a user without forebay would write it;
 - stock + options (TPUs; for GPUs see `parts.py`): the same program with the options that forebay chooses;
-- forebay: `forebay.scan_layers`, with these options.
+- forebay: `forebay.scan_layers`, with these options. On TPUs it stores to the host in row-major order, and where that
+  leaves copies exposed also in the compiler's own; the table has the one that `forebay.xla.order` keeps.
 
 A window is the share of one layer's matrix and attention FLOPs between a copy's start and its done; the
 figures are means over the copies in loops, weighted by bytes, and the smallest. TPU steps are compiled up to the
@@ -51,7 +52,8 @@ PLACEMENTS = {
     "typical": "minimal_offloaded,decoder_layer_input=host",
     "everything": "minimal_offloaded,decoder_layer_input=host,context=host",
 }
-WAYS = ("stock", "stock + options", "forebay")
+ROW_MAJOR, ANY_ORDER = "forebay (row-major)", "forebay (any order)"
+WAYS = ("stock", "stock + options", "forebay", ROW_MAJOR, ANY_ORDER)
 TPUS = ("v5e", "v5p", "v6e", "tpu7x")
 STORED = HERE / "results.json"
 GIB = 2**30
@@ -59,6 +61,8 @@ GIB = 2**30
 
 def build(model: str, hardware: str, devices: int, placement: str, way: str) -> tuple[Any, Any, dict[str, Any]]:
     """The machine, the program and the compiler options of one way of a case."""
+    import dataclasses
+
     import jax
 
     from forebay.hardware import get_hardware
@@ -73,11 +77,12 @@ def build(model: str, hardware: str, devices: int, placement: str, way: str) -> 
         checkpointed = apply(block, plan.for_stack(stack)[0])
         return jax.lax.scan(lambda x, layer: (checkpointed(layer, x, *constants), None), x, layers)[0]
 
-    if way != "forebay":
+    if way in ("stock", "stock + options"):
         programs.scan_layers = stock_scan  # type: ignore[assignment]
     machine = get_hardware(hardware)
     config = ProgramConfig(model=model, batch=devices, seq=8192, placement=placement)
     program = programs.make_program(config, compile_only_devices(machine, devices))
+    program = dataclasses.replace(program, plan=dataclasses.replace(program.plan, row_major=way != ANY_ORDER))
     limit = None
     if machine.platform == "cuda":
         step, args = program.jit_step(), (program.abstract_state, program.abstract_batch)
@@ -136,26 +141,34 @@ def _windows(transfers: Any) -> dict[str, Any]:
 
 
 def on_tpu(*case: Any) -> dict[str, Any]:
-    """The row of a case on TPU, from the schedule that another process wrote."""
+    """The row of a case on TPU, from the schedule that another process wrote; the reason where there is none."""
     from forebay.hardware import get_hardware
     from forebay.timeline import timeline
     from forebay.timeline.costs import Efficiency
     from forebay.xla.buffers import read_assignment
-    from forebay.xla.copies import host_copy_bytes
+    from forebay.xla.copies import buffer_scopes, host_copy_bytes
+    from forebay.xla.exposure import exposed_bytes
     from forebay.xla.hlo import HOST_MEMORY_SPACE, parse_module
+    from forebay.xla.invariants import all_violations, host_buffers
     from forebay.xla.remat import remat_clones
     from forebay.xla.versions import versions
     from forebay.xla.windows import transfers
 
     machine = get_hardware(case[1])
-    with scheduled([sys.executable, __file__, "--case", *map(str, case)]) as made:
-        module = parse_module(made.hlo)
-        allocations = read_assignment(made.dump, module).allocations
-        moved = _windows(transfers(module))
-        with tempfile.NamedTemporaryFile("w", suffix=".hlo") as file:
-            file.write(made.hlo)
-            file.flush()
-            simulated = timeline(file.name, machine)
+    try:
+        with scheduled([sys.executable, __file__, "--case", *map(str, case)]) as made:
+            module = parse_module(made.hlo)
+            assignment = read_assignment(made.dump, module)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = next((line for line in lines if "RESOURCE_EXHAUSTED" in line), lines[-1])
+        return _named(case) | {"refused": said[:200], "versions": versions()}
+    allocations, copies = assignment.allocations, transfers(module)
+    moved = _windows(copies)
+    with tempfile.NamedTemporaryFile("w", suffix=".hlo") as file:
+        file.write(made.hlo)
+        file.flush()
+        simulated = timeline(file.name, machine)
 
     def size(kind: str, space: int = 0) -> int:
         return sum(a.num_bytes for a in allocations if (a.kind, a.memory_space) == (kind, space))
@@ -172,7 +185,8 @@ def on_tpu(*case: Any) -> dict[str, Any]:
     back = work["backward"] + work["recompute"]
     return _named(case) | moved | {
         "temporaries": size("temporary"), "arguments": size("parameter"), "host": size("temporary", HOST_MEMORY_SPACE),
-        "host_to_host": host_copy_bytes(module), "violations": [], "refused": None,
+        "host_to_host": host_copy_bytes(module), "refused": None, "exposed_bytes": exposed_bytes(copies),
+        "violations": list(all_violations(module, copies, host_buffers(assignment, buffer_scopes(module)))),
         "remat_clones": remat_clones(module).count, "step_time_s": simulated.step_time_s,
         "waits_for_copies_s": sum(simulated.waiting_s.get(d, 0.0) for d in ("d2h", "h2d")),
         "link_bound_s": max(0.0, link_s("d2h") - work["forward"]) + max(0.0, link_s("h2d") - back),
@@ -181,6 +195,10 @@ def on_tpu(*case: Any) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
+    from forebay.hardware import get_hardware
+
+    rows = kept(rows)
+
     def window(row: dict[str, Any], direction: str) -> str:
         key = f"{direction}_loop_window"
         return f"{row[key]:.2f} ({row[f'{direction}_loop_smallest']:.2f})" if key in row else ""
@@ -192,6 +210,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             return ""
         return f"{row[key] / stock[key]:.2f}"
 
+    def host(row: dict[str, Any]) -> str:
+        there = get_hardware(row["hardware"]).host.memory_bytes_per_device
+        return f"{row['host'] / GIB:.1f}" + (f", of {there / GIB:.0f}" if row["host"] > there else "")
+
     lines = [
         "| model | machine | offloaded | program | D2H | H2D | exposed at the boundary, GiB | temporaries | host | "
         "host to host | clones | step, s | waits for copies, s | of these the link's, s | compile time, of stock's |",
@@ -199,13 +221,19 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     ]
     names = {text: name for name, text in PLACEMENTS.items()}
     for r in rows:
+        unrolled = r["way"] != "forebay" or r["double_buffered"]
+        start = (
+            f"| {r['model']} | {r['devices']} x {r['hardware']} | {names[r['placement']]} | "
+            f"{r['way']}{'' if unrolled else ' (not unrolled)'} | "
+        )
+        if "temporaries" not in r:
+            lines.append(f"{start}not compiled: {r['refused']} |{' |' * 10}")
+            continue
         boundary = sum(r[f"{d}_boundary_bytes"] * (1 - r.get(f"{d}_boundary_window", 0)) for d in ("d2h", "h2d"))
-        unrolled = r["way"] != "forebay" or r["hardware"] in TPUS or r["double_buffered"]
         seconds = [f"{r[k]:.2f}" if k in r else "" for k in ("step_time_s", "waits_for_copies_s", "link_bound_s")]
         lines.append(
-            f"| {r['model']} | {r['devices']} x {r['hardware']} | {names[r['placement']]} | "
-            f"{r['way']}{'' if unrolled else ' (not unrolled)'} | {window(r, 'd2h')} | "
-            f"{window(r, 'h2d')} | {boundary / GIB:.2f} | {r['temporaries'] / GIB:.2f} | {r['host'] / GIB:.1f} | "
+            f"{start}{window(r, 'd2h')} | "
+            f"{window(r, 'h2d')} | {boundary / GIB:.2f} | {r['temporaries'] / GIB:.2f} | {host(r)} | "
             f"{r['host_to_host'] / GIB:.1f} | {r['remat_clones']} | {' | '.join(seconds)} | {of_stock(r)} |"
         )
     return lines
@@ -231,18 +259,68 @@ def main() -> None:
         for model, hardware, devices in CASES:
             platform = "tpu" if hardware in TPUS else "cuda"
             wanted = (arguments.platform, platform), (arguments.hardware, hardware), (arguments.model, model)
-            ways = WAYS if platform == "tpu" else ("stock", "forebay")
-            there = {r["way"] for r in stored() if _group(r) == (model, hardware, devices, placement)}
-            if any(w not in (None, has) for w, has in wanted) or (there == set(ways) and not arguments.again):
+            ways = ["stock", "stock + options", ROW_MAJOR] if platform == "tpu" else ["stock", "forebay"]
+            group = model, hardware, devices, placement
+            there = {r["way"] for r in stored() if _group(r) == group and not arguments.again}
+            there -= set() if ROW_MAJOR in there else {ANY_ORDER}  # which is tried where that leaves something open
+            if any(w not in (None, has) for w, has in wanted):
                 continue
-            # all ways one after another, so that their compile times can be compared
+            # one after another, so that their compile times can be compared
             run, rows = round(time.time()), []
             for way in ways:
-                rows.append(row(model, hardware, devices, placement, way) | {"run": run})
-                print("\n".join(table(rows)[-1:]), flush=True)
-            merge(rows)
+                if way not in there:
+                    rows.append(row(*group, way) | {"run": run})
+                if way == ROW_MAJOR and ANY_ORDER not in there and _is_open([*stored(), *rows], group):
+                    ways.append(ANY_ORDER)
+            if rows:
+                merge(rows)
+                print("\n".join(table([r for r in stored() if _group(r) == group])[2:]), flush=True)
     if stored():
         merge([])
+
+
+def _is_way(row: dict[str, Any]) -> bool:
+    return (row["way"] == "forebay") != (row["hardware"] in TPUS) or row["way"] in ("stock", "stock + options")
+
+
+def _is_open(rows: list[dict[str, Any]], group: tuple[Any, ...]) -> bool:
+    """Whether the other order than row-major is to be tried."""
+    return next(trial(r) for r in reversed(rows) if _group(r) == group and r["way"] == ROW_MAJOR).is_open
+
+
+def trial(row: dict[str, Any]) -> Any:
+    from forebay.hardware import get_hardware
+    from forebay.xla.order import Trial
+
+    usable = get_hardware(row["hardware"]).usable_hbm_bytes()
+    fits = row["refused"] is None and row["temporaries"] + row["arguments"] <= usable
+    return Trial(
+        row["way"] == ROW_MAJOR,
+        bool(row.get("violations")),
+        fits,
+        row.get("exposed_bytes", 0.0),
+        row.get("step_time_s"),
+    )
+
+
+def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without those of an order that was tried and not kept; of the one that was, the name says it."""
+    from forebay.xla.order import better
+
+    found = []
+    for row in rows:
+        tried = [r for r in rows if _group(r) == _group(row) and r["way"] in (ROW_MAJOR, ANY_ORDER)]
+        if row not in tried:
+            found.append(row)
+        elif trial(row) == better(map(trial, tried)):
+            others = [
+                f"; {o['step_time_s']:.2f} s {o['way'].split('(')[1]}"
+                for o in tried
+                if o is not row and "step_time_s" in o
+            ]
+            name = row["way"].removesuffix(")") + "".join(others).removesuffix(")") + ")"
+            found.append(row | {"way": name, "cpu_s": sum(r.get("cpu_s", 0.0) for r in tried)})
+    return found
 
 
 def row(*case: Any) -> dict[str, Any]:
@@ -262,7 +340,8 @@ def stored() -> list[dict[str, Any]]:
 def merge(new: list[dict[str, Any]]) -> None:
     """Writes the rows that are stored by now, with `new` in place of those of the same programs."""
     replaced = {(*_group(r), r["way"]) for r in new}
-    rows = [r for r in stored() if (*_group(r), r["way"]) not in replaced] + new
+    replaced |= {(*_group(r), ANY_ORDER) for r in new if r["way"] == ROW_MAJOR}
+    rows = [r for r in stored() if (*_group(r), r["way"]) not in replaced and _is_way(r)] + new
     cases, placements = [c[:3] for c in CASES], list(PLACEMENTS.values())
     rows.sort(key=lambda r: (cases.index(_group(r)[:3]), placements.index(r["placement"]), WAYS.index(r["way"])))
     versions = sorted({f"{k} {v}" for r in rows for k, v in r["versions"].items() if k != "forebay"})
@@ -275,7 +354,11 @@ def merge(new: list[dict[str, Any]]) -> None:
         "to the stock program's in the same run; of GPU rows that lack these it is by the clock, on a machine whose load",
         "varied. A TPU's is up to the schedule: what follows, the code's generation, takes most of a compile there. Step and",
         "waits are `forebay timeline`'s, of TPU rows only. The link's part of the waits is what it needs to move a step's bytes",
-        "beyond the work of the forward pass, one way, and of the backward pass, the other: no schedule does with less. What",
+        "beyond the work of the forward pass, one way, and of the backward pass, the other; a schedule does with less only where",
+        "copies run while the step waits for something else, collectives for one.",
+        "On TPUs forebay stores in row-major order, and where that leaves copies in loops exposed in any order too: the row says",
+        "which was kept, and the step of the other. Its compile time is that of both. Where a host has less memory for each",
+        "device than a step takes, the table says what it has: these do not fit. What",
         "the columns mean and why the figures are what they are: [docs/overlap.md](../../docs/overlap.md).", "",
         *table(rows), "",
     ]  # fmt: skip

@@ -108,7 +108,7 @@ def any_order() -> None:
     """What is stored has the order of dimensions that the compiler chooses."""
     from forebay.offload import scan
 
-    scan._row_major = lambda value: value
+    scan._in_row_major = lambda value: value
 
 
 def stock() -> None:
@@ -155,8 +155,8 @@ def late() -> None:
     Range = scan._Range
     init, avals, read, host = Range.__init__, Range.stored_avals, scan._read, jax.memory.Space.Host
 
-    def kept_on_device(self: Any, block: Any, placement: Any) -> None:
-        init(self, block, placement)
+    def kept_on_device(self: Any, block: Any, placement: Any, row_major: bool) -> None:
+        init(self, block, placement, row_major)
         self.to_host = set(placement.names("host"))
         tensors = {n: "device" if w == "host" else w for n, w in placement.tensors.items()}
         self.checkpointed = scan.apply(block, dataclasses.replace(placement, tensors=tensors))

@@ -89,7 +89,9 @@ def plan(
     )
     compile_plan, why_not = None, "it was not asked for (verify=False)"
     if verify:
-        compile_plan, why_not = _compiler(loss, parameters, args, machine, mesh, optimizer, base)
+        compile_plan, why_not = _compiler(
+            loss, parameters, args, machine, mesh, optimizer, base, device_budget(machine, hbm)
+        )
     return find_plan(
         costed, base, compile_plan, why_not, variants=variants, max_compiles=max_compiles, time_limit_s=time_limit_s,
         progress=progress,
@@ -145,6 +147,7 @@ def find_plan(
         alternatives=tuple(alternatives(costed, found)),
         reasons=tuple(reasons(found.problem, found.placements)),
         notes=tuple(notes),
+        row_major=base.row_major if found.measured is None else found.measured.row_major,
     )
 
 
@@ -272,16 +275,18 @@ def _compiler(
     mesh: Any,
     optimizer: Any,
     base: Plan,
+    budget_bytes: int,
 ) -> tuple[Compile | None, str | None]:
     """A function that compiles the step under some placements, or why there is none."""
     import jax
     import jax.sharding
 
     from forebay.offload.apply import apply
-    from forebay.xla.compile import compile_hidden
+    from forebay.xla.compile import CompiledStep, compile_hidden
     from forebay.xla.exposure import explain
     from forebay.xla.invariants import explain_violations
     from forebay.xla.options import compiler_options
+    from forebay.xla.order import compile_ordered
     from forebay.xla.topology import compile_only_devices
 
     if isinstance(mesh, jax.sharding.AbstractMesh):
@@ -309,9 +314,8 @@ def _compiler(
     deviceless = devices[0] not in jax.devices()
     state = None if optimizer is None else jax.eval_shape(optimizer.init, shapes[0])
 
-    def compile_plan(decision: Decision) -> Measured:
-        placements = decision.placements
-        planned = apply(loss, dataclasses.replace(base, placements=placements, model=None))
+    def compiled_under(plan: Plan) -> CompiledStep:
+        planned = apply(loss, plan)
         gradient = jax.value_and_grad(lambda p, *a: _scalar(planned(p, *a)), allow_int=True)
 
         def step(weights: Any, optimizer_state: Any, *batch: Any) -> Any:
@@ -337,11 +341,24 @@ def _compiler(
             out_shardings=(default, shardings[0]) if optimizer is None else (default, shardings[0], moments),
             donate_argnums=() if optimizer is None else (0, 1),
         )
-        offloads = any(p.names("host") for p in placements)
-        options = compiler_options(machine.platform, deviceless=deviceless, offloads=offloads)
-        compiled, _ = compile_hidden(
-            jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda"
-        )
+        options = compiler_options(machine.platform, deviceless=deviceless, offloads=plan.stores)
+        return compile_hidden(jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda")[0]
+
+    def step_s(compiled: CompiledStep) -> float | None:
+        made = of_compiled(compiled, machine, len(devices))
+        return None if made is None else made["step_time_s"]
+
+    def compile_plan(decision: Decision) -> Measured:
+        plan = dataclasses.replace(base, placements=decision.placements, model=None)
+        row_major, notes = plan.row_major, []
+        if machine.platform == "tpu" and plan.stores and row_major is None:
+            kept = compile_ordered(
+                lambda order, _: compiled_under(dataclasses.replace(plan, row_major=order)),
+                step_s=step_s, budget_bytes=budget_bytes,
+            )  # fmt: skip
+            compiled, row_major, notes = kept.compiled, kept.row_major, [kept.note] if kept.note else []
+        else:
+            compiled = compiled_under(plan)
         if compiled.violations:
             raise WrongNumbersError(explain_violations(compiled.violations))
         report = {
@@ -353,11 +370,11 @@ def _compiler(
             "versions": dict(compiled.versions),
         }
         shown = explain(compiled.transfers, None, compiled.remat.count)
-        notes = () if shown is None else (shown,)
+        notes += [] if shown is None else [shown]
         made = report["timeline"] = of_compiled(compiled, machine, len(devices))
         return Measured(
-            compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes,
-            None if made is None else made["step_time_s"],
+            compiled.device.total, compiled.host.total, compiled.refused is not None, report, tuple(notes),
+            None if made is None else made["step_time_s"], row_major,
         )  # fmt: skip
 
     return compile_plan, None

@@ -14,6 +14,7 @@ from parity import assert_same, normal, place, placements, plain, quick_jit, sum
 from forebay.errors import UserError
 from forebay.graph.residuals import residuals
 from forebay.offload import scan_layers
+from forebay.offload.apply import apply as forebay_apply
 from forebay.offload.policy import apply
 from forebay.offload.scan import _filling
 from forebay.planner.placement import Placement
@@ -95,6 +96,98 @@ def test_a_plan_gives_the_ranges_of_its_stack_in_order():
 
 def test_the_value_without_gradients():
     assert_same(summed(scan_layers(block, place((0, 3, {"u": "host"})), *example(3))), _reference(3)[0])
+
+
+# ------------------------------------------------------------------ the order in which a TPU stores
+
+
+def rows_of_eight(layers):
+    """Arguments whose last but one dimension fills a TPU's tiles."""
+    return normal(5, 8, D), *example(layers)[1:]
+
+
+def constrained(scan, plan) -> int:
+    """How many layout constraints a TPU's compiler gets with value and gradients."""
+    loss = jax.jit(jax.grad(lambda w: summed(scan(plan, w))))
+    lowered = loss.trace(rows_of_eight(3)[1]).lower(lowering_platforms=("tpu",))
+    return lowered.as_text().count("@LayoutConstraint")
+
+
+@pytest.mark.parametrize(
+    ("argument", "of_plan", "asked"),
+    [
+        (None, None, True),
+        (True, None, True),
+        (False, None, False),
+        (None, False, False),
+        (None, True, True),
+        (True, False, True),
+    ],
+    ids=str,
+)
+def test_a_tpu_is_asked_for_row_major_order_where_the_argument_or_else_the_plan_does_not_say_no(
+    argument, of_plan, asked
+):
+    x, _, constant = rows_of_eight(3)
+
+    def scan(plan, weights):
+        return scan_layers(block, plan, x, weights, constant, row_major=argument)
+
+    stored = place((0, 3, {"u": "host"}))
+    assert constrained(scan, Plan(stored, row_major=of_plan)) == asked
+    if of_plan is None:
+        assert constrained(scan, stored) == asked
+
+
+@pytest.mark.parametrize(("cut", "asked"), [(0, 1), (2, 0), (3, 1)])
+def test_up_to_two_layers_have_no_order(cut, asked):
+    """Of two the TPU's compiler would abort (libtpu 0.0.50.1)."""
+    x, weights, constant = rows_of_eight(4)
+    ranges = [(0, cut, {"u": "host"})] * (cut > 0) + [(cut, 4, {"u": "host"})]
+
+    def loss(weights):
+        return summed(scan_layers(block, place(*ranges), x, weights, constant))
+
+    lowered = jax.jit(jax.grad(loss)).trace(weights).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("@LayoutConstraint") == asked
+
+
+def test_only_what_goes_to_the_host_has_an_order():
+    x, _, constant = rows_of_eight(3)
+    stored = place((0, 3, {"u": "device"}))
+    assert constrained(lambda plan, w: scan_layers(block, plan, x, w, constant, row_major=True), stored) == 0
+
+
+@pytest.mark.parametrize("row_major", [True, False])
+def test_a_functions_layers_are_stored_in_the_order_of_the_plan_that_is_applied(row_major):
+    x, weights, constant = rows_of_eight(3)
+
+    def loss(weights):
+        return summed(plain(block, x, weights, constant))
+
+    planned = forebay_apply(loss, Plan(place((0, 3, {"u": "host"})), row_major=row_major))
+    lowered = jax.jit(jax.grad(planned)).trace(weights).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("@LayoutConstraint") == row_major
+
+
+@pytest.mark.parametrize("row_major", [True, False])
+@pytest.mark.parametrize("batched", [False, True], ids=["", "vmap"])
+def test_the_order_changes_no_number(row_major, batched):
+    x, weights, constant = rows_of_eight(6)
+    stored = place((0, 3, {"u": "host"}), (3, 6, {"v": "host"}))
+
+    def run(scan):
+        def loss(x, weights, constant):
+            return summed(scan(x, weights, constant))
+
+        gradient = jax.value_and_grad(loss, argnums=(0, 1, 2))
+        if batched:
+            return quick_jit(jax.vmap(gradient, in_axes=(0, None, None)))(jnp.stack([x, 2 * x]), weights, constant)
+        return quick_jit(gradient)(x, weights, constant)
+
+    assert_same(
+        run(lambda *a: scan_layers(block, stored, *a, row_major=row_major)), run(functools.partial(plain, block))
+    )
 
 
 # ------------------------------------------------------------------ what a placement keeps

@@ -1,5 +1,6 @@
 """Plans: their file, and the checks against a model."""
 
+import dataclasses
 import json
 import math
 
@@ -56,6 +57,7 @@ plans = st.builds(
     alternatives=st.lists(objects, max_size=2).map(tuple),
     reasons=st.lists(objects, max_size=2).map(tuple),
     notes=st.lists(st.text(), max_size=2).map(tuple),
+    row_major=st.none() | st.booleans(),
 )
 
 
@@ -93,6 +95,25 @@ def test_the_shape_of_the_file():
         "reasons": [],
         "notes": [],
     }
+
+
+def test_an_order_of_stores_is_in_the_file_where_it_is_decided():
+    assert plan().row_major is None and "row_major" not in plan().to_json()
+    for decided in (True, False):
+        assert plan(row_major=decided).to_json() == plan().to_json() | {"row_major": decided}
+
+
+@pytest.mark.parametrize("value", ["false", 0, [], {}], ids=str)
+def test_an_order_of_stores_that_is_none(value):
+    message = refused(lambda: Plan.from_json(plan().to_json() | {"row_major": value}, "the file x"))
+    assert message.startswith("the file x is damaged: row_major is ") and "must be true, false or null" in message
+
+
+def test_what_layers_store_to_the_host():
+    kept = plan(Placement("dense", (0, 2), {"context": "device"}))
+    assert not kept.stores and plan().stores
+    assert not dataclasses.replace(kept, optimizer_host_fraction=1.0).stores
+    assert dataclasses.replace(kept, parameters_host_fraction=0.5).stores, "gradients"
 
 
 def test_a_plan_may_leave_out_all_but_its_placements():

@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from forebay.train.program import make_program
 from forebay.train.run_config import TrainConfig
 from forebay.xla.options import PROFILE_OPTION
 from forebay.xla.topology import compile_only_devices
+from forebay.xla.windows import Transfer
 
 GIB = 2**30
 
@@ -119,19 +121,20 @@ def test_a_run_is_compiled_with_the_profile_that_it_asks_for(monkeypatch, profil
 
     def compiled(program, hardware, **rest):
         asked.append(program.config.profile)
-        return Compiled(SimpleNamespace(violations=()), {"profiled": 1}, ("a note",))  # pyright: ignore[reportArgumentType]
+        step: Any = SimpleNamespace(violations=())
+        return Compiled(step, {"profiled": 1}, ("a note",), program)
 
     monkeypatch.setattr(planning, "compile_program", compiled)
     config = ProgramConfig(model="llama-tiny", batch=8, seq=64, placement=placement, profile=profile)
     program = make_program(config, compile_only_devices(get_hardware("h200"), 8))
-    options, notes = planning.run_options(program, get_hardware("h200"))
+    _, options, notes = planning.run_options(program, get_hardware("h200"))
     assert len(asked) == compiles and (("profiled" in options), ("a note" in notes)) == (bool(compiles), bool(compiles))
 
 
 def test_a_machine_that_is_not_known_has_no_times_to_tell(monkeypatch):
     config = ProgramConfig(model="llama-tiny", batch=8, seq=64, placement="full", profile="timeline")
     program = make_program(config, compile_only_devices(get_hardware("h200"), 8))
-    options, notes = planning.run_options(program, None)
+    _, options, notes = planning.run_options(program, None)
     assert PROFILE_OPTION not in options and any("profile=timeline does nothing" in n for n in notes)
 
 
@@ -139,3 +142,87 @@ def test_a_profile_that_does_not_exist_is_refused():
     config = ProgramConfig(model="llama-tiny", placement="full", profile="timelien")
     with pytest.raises(UserError, match="did you mean 'timeline'"):
         make_program(config, compile_only_devices(get_hardware("h200"), 8))
+
+
+# ------------------------------------------------------------------ the order in which a TPU stores
+
+
+def hidden_without_row_major(monkeypatch) -> list[bool | None]:
+    """Compiles nothing, and says that row-major order leaves a copy exposed; the orders that are asked for."""
+    asked = []
+
+    def compiled(step, args, options, **rest):
+        order = step.__wrapped__.__self__.plan.row_major
+        asked.append(order)
+        copy = Transfer("mlpwi_0", "layers", "h2d", "loop", GIB, 2, 0.4 if order else 1.0)
+        step = SimpleNamespace(
+            transfers=(copy,), violations=(), refused="lack of memory", device=SimpleNamespace(total=GIB),
+            host=SimpleNamespace(total=GIB),
+        )  # fmt: skip
+        return step, options
+
+    monkeypatch.setattr(planning, "compile_hidden", compiled)
+    return asked
+
+
+def on(hardware, placement="mlpwi_0=host", **changes):
+    sizes = {"layers": 3, "embed": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp": 64, "vocab": 264}
+    config = ProgramConfig(model="llama-tiny", sizes=sizes, batch=4, seq=64, placement=placement, **changes)
+    return make_program(config, compile_only_devices(get_hardware(hardware), 4))
+
+
+def test_a_tpu_step_whose_copies_are_exposed_is_compiled_in_both_orders_and_the_program_says_which_was_kept(
+    monkeypatch,
+):
+    asked, machine = hidden_without_row_major(monkeypatch), get_hardware("v5p")
+    done = planning.compile_program(on("v5p"), machine, deviceless=True)
+    assert asked == [True, False] and done.program.plan.row_major is False
+    assert done.compiled.transfers[0].window == 1.0
+    assert [n for n in done.notes if "layers store to the host in the compiler's own order" in n] == list(done.notes)
+    program, options, notes = planning.run_options(on("v5p"), machine)
+    assert program.plan.row_major is False and options == done.options and notes == done.notes
+    asked.clear()
+    again = planning.compile_program(done.program, machine, deviceless=True)  # as `train` with this plan's file
+    assert asked == [False] and again.program.plan.row_major is False and again.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("hardware", "placement", "changes"),
+    [("h200", "mlpwi_0=host", {}), ("v5p", "minimal", {}), ("v5p", "minimal", {"optimizer_host_fraction": 1.0})],
+)
+def test_there_is_no_order_to_try_elsewhere(monkeypatch, hardware, placement, changes):
+    asked = hidden_without_row_major(monkeypatch)
+    done = planning.compile_program(on(hardware, placement, **changes), get_hardware(hardware), deviceless=True)
+    assert asked == [None] and done.program.plan.row_major is None
+
+
+def test_a_machine_that_is_not_known_has_its_orders_tried_too(monkeypatch):
+    hidden_without_row_major(monkeypatch)
+    assert planning.compile_program(on("v5p"), None, deviceless=True).program.plan.row_major is False
+
+
+@pytest.mark.parametrize("row_major", [True, False])
+def test_a_plan_file_that_decided_is_what_runs(tmp_path, row_major):
+    file = tmp_path / "plan.json"
+    dataclasses.replace(on("v5p").plan, row_major=row_major).save(file)
+    program = on("v5p", "", plan=str(file))
+    assert program.plan.row_major == row_major and not program.order_is_open
+    step = program.jit_step().trace(program.abstract_state, program.abstract_batch)
+    lowered = step.lower(lowering_platforms=("tpu",)).as_text()
+    assert ("@LayoutConstraint" in lowered) == row_major
+
+
+def test_a_planned_program_has_the_order_that_was_kept_of_its_plan(monkeypatch):
+    def compiled(program, hardware, **rest):
+        plan = dataclasses.replace(program.plan, row_major=False)
+        step: Any = SimpleNamespace(
+            violations=(), refused=None, device=SimpleNamespace(total=GIB), host=SimpleNamespace(total=0)
+        )
+        return Compiled(step, {}, ("in the compiler's own order",), dataclasses.replace(program, plan=plan))
+
+    monkeypatch.setattr(planning, "compile_program", compiled)
+    monkeypatch.setattr(planning, "compile_json", lambda *_: {"exposed": None})
+    monkeypatch.setattr(planning, "of_compiled", lambda *_, **__: None)
+    config = ProgramConfig(model="llama-tiny", batch=4, seq=64)
+    found = planned_program(config, compile_only_devices(get_hardware("v5p"), 4), get_hardware("v5p")).plan
+    assert found.row_major is False and "in the compiler's own order" in found.notes

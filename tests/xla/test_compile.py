@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from forebay.hardware import get_hardware
 from forebay.sharding import make_mesh
 from forebay.train.config import OptimizerConfig, ProgramConfig
+from forebay.train.planning import compile_program
 from forebay.train.program import Program, make_program
 from forebay.xla.compile import CompiledStep, compile_step
 from forebay.xla.options import compiler_options
@@ -118,6 +119,19 @@ def test_a_tpu_fetches_and_stores_behind_more_work_with_its_options_than_without
     assert mean_window(step, "h2d") > mean_window(plain, "h2d") + 0.1
     # a layer's projections need not leave before the next layer makes its own
     assert min(t.window for t in step.transfers if (t.direction, t.where) == ("d2h", "loop")) > 0.9
+
+
+@pytest.mark.slow
+def test_a_tpu_compiles_two_layers_whose_projections_go_to_the_host():
+    """In row-major order this libtpu's compiler would abort, and the process with it."""
+    machine = get_hardware("v5p")
+    config = ProgramConfig(
+        model="llama-tiny", sizes=SIZES | {"layers": 2, "kv_heads": 8, "mlp": 1024}, batch=2, seq=1024,
+        placement="qkv_proj_offloaded", steps=10, optimizer=OptimizerConfig(warmup_steps=1),
+    )  # fmt: skip
+    program = make_program(config, compile_only_devices(machine, 2))
+    done = compile_program(program, machine, deviceless=True)
+    assert done.compiled.refused is None and done.compiled.violations == ()
 
 
 def test_ranges_of_layers_place_their_own_layers_only():

@@ -49,6 +49,7 @@ def scan_layers(
     layers: Any,
     *constants: Any,
     stack: str = "layers",
+    row_major: bool | None = None,
 ) -> Any:
     """`block(layer, x, *constants)` for each layer in turn, `x` being the result of the one before.
 
@@ -62,9 +63,11 @@ def scan_layers(
         layers: a pytree of arrays whose leading dimension is the number of layers.
         constants: pytrees of arrays that every layer uses.
         stack: which stack of the plan these layers are.
+        row_major: whether a TPU puts what it stores to the host in row-major order first. None goes by the plan's
+            `row_major`, and where that is open too, or there are placements only, it does.
 
     Returns:
-        The carry after the last layer. Value and gradients do not depend on the placements.
+        The carry after the last layer. Value and gradients do not depend on the placements, nor on `row_major`.
 
     Raises:
         UserError: a block whose result differs from its carry in structure, shape or dtype; leaves of
@@ -76,6 +79,8 @@ def scan_layers(
         with jax.named_scope(f"{STACK_SCOPE}{stack}"):
             return jax.lax.scan(lambda x, layer: (block(layer, x, *constants), None), x, layers)[0]
     placements = plan.for_stack(stack) if isinstance(plan, Plan) else tuple(plan)
+    if row_major is None and isinstance(plan, Plan):
+        row_major = plan.row_major
     if isinstance(plan, Plan) and plan.placements and not placements:
         raise unknown("layer stack", stack, dict.fromkeys(p.stack for p in plan.placements))
     count = _layer_count(layers)
@@ -88,7 +93,7 @@ def scan_layers(
     block, closed_over = jax.closure_convert(block, _one_layer_of(layers), x, *constants)
     constants = (*constants, *closed_over)
     _check_names(block, placements, x, layers, constants)
-    ranges = [_Range(block, p.in_loop) for p in placements]
+    ranges = [_Range(block, p.in_loop, row_major is not False) for p in placements]
     owner = f"{stack} {_calls_before(stack)}"
     # A jitted caller is traced once and may be differentiated several times, by other arguments each time, in
     # any order before the backward passes are traced. So what a forward trace found is kept here, one entry a
@@ -205,12 +210,15 @@ class _Trace:
 class _Range:
     """The layers of one placement. `forward` traces the block; `backward` rebuilds its VJPs from that."""
 
-    def __init__(self, block: Callable[..., Any], placement: Placement):
+    def __init__(self, block: Callable[..., Any], placement: Placement, row_major: bool):
         self.block = block
         self.checkpointed = apply(block, placement)
         self.stack = placement.stack
         self.first, past_last = placement.layers
         self.count = past_last - self.first
+        # a loop of two layers is unrolled, and libtpu 0.0.50.1 aborts on stores that then differ in order; up to two
+        # there is no next layer that needs the place before it is free either way
+        self.row_major = row_major and self.count > 2
         self.offloads = bool(placement.names("host"))
 
     @property
@@ -245,7 +253,7 @@ class _Range:
             written = []
             for buffer, value, name in zip(buffers, stored, names, strict=True):
                 with jax.named_scope(f"save:{self.stack}:{name}"):
-                    written.append(_write(buffer, value, k))
+                    written.append(self._write(buffer, value, k))
             return y, written
 
         x, buffers = self._loop(body, (x, buffers), layers)
@@ -268,7 +276,9 @@ class _Range:
             following = iter(late)
             place = _read(order, jnp.maximum(k, 0))
             with jax.named_scope(f"gradient:{self.stack}"):
-                return [_write(t, next(following), place) if h else t for t, h in zip(dlayers, hosted, strict=True)]
+                return [
+                    self._write(t, next(following), place) if h else t for t, h in zip(dlayers, hosted, strict=True)
+                ]
 
         def body(k: jax.Array, state: Any) -> Any:
             dx, dlayers, dconstants, late = state
@@ -287,7 +297,8 @@ class _Range:
             with jax.named_scope(f"gradient:{self.stack}"):
                 dlayer = [d.astype(total.dtype) for total, d in zip(dlayers, dlayer, strict=True)]
                 dlayers = [
-                    total if h else _write(total, d, i) for total, d, h in zip(dlayers, dlayer, hosted, strict=True)
+                    total if h else self._write(total, d, i)
+                    for total, d, h in zip(dlayers, dlayer, hosted, strict=True)
                 ]
             dconstants = [total + d for total, d in zip(dconstants, dconst, strict=True)]
             return dx, dlayers, dconstants, [d for d, h in zip(dlayer, hosted, strict=True) if h]
@@ -307,6 +318,9 @@ class _Range:
             return jax.lax.scan(lambda carry, k: (body(k, carry), None), carry, counter)[0]
         start = (jnp.int32(0), carry)
         return jax.lax.while_loop(lambda s: s[0] < self.count, lambda s: (s[0] + 1, body(*s)), start)[1]
+
+    def _write(self, stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
+        return _write(stack, value, i, self.row_major)
 
     def _one_layer(
         self, layer: Any, x: Any, constants: tuple[Any, ...], wanted: _Wanted
@@ -456,11 +470,11 @@ def _read(stack: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False, allow_negative_indices=False)
 
 
-def _write(stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
+def _write(stack: jax.Array, value: jax.Array, i: jax.Array, row_major: bool = True) -> jax.Array:
     if on_host(stack):
         # told twice that a value goes to the host, XLA copies it there, and from there into the stack
         moved = value if on_host(value) else jax.device_put(value, jax.memory.Space.Host)
-        return _host_writer(0)(stack, moved, i)
+        return _host_writer(0, row_major)(stack, moved, i)
     return jax.lax.dynamic_update_index_in_dim(stack, value, i, 0, allow_negative_indices=False)
 
 
@@ -484,12 +498,13 @@ def _host_reader(axis: int) -> Callable[..., Any]:
 
 
 @functools.cache
-def _host_writer(axis: int) -> Callable[..., Any]:
-    """Writes a value at a position along an axis."""
+def _host_writer(axis: int, row_major: bool) -> Callable[..., Any]:
+    """Writes a value at a position along an axis, on TPUs in row-major order if that is asked for."""
 
     @jax.custom_batching.custom_vmap
     def write(stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
-        value = jax.lax.platform_dependent(value, tpu=_row_major, default=lambda value: value)
+        if row_major:
+            value = jax.lax.platform_dependent(value, tpu=_in_row_major, default=lambda value: value)
         return jax.lax.dynamic_update_index_in_dim(stack, value, i, axis, allow_negative_indices=False)
 
     @write.def_vmap
@@ -500,18 +515,19 @@ def _host_writer(axis: int) -> Callable[..., Any]:
             x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
             for x, is_batched in zip((stack, value), are_batched[:2], strict=True)
         )
-        return _host_writer(axis + 1)(stack, value, i), True
+        return _host_writer(axis + 1, row_major)(stack, value, i), True
 
     return write
 
 
-def _row_major(value: jax.Array) -> jax.Array:
+def _in_row_major(value: jax.Array) -> jax.Array:
     """`value` with its last dimension innermost and its first outermost, which is a copy on the device where it is not.
 
     A TPU's compiler carries what a layer stores to the next iteration and sends it from there. Without a copy the layer
     after it makes its own value in the same place, so that the transfer must be over by then: in a tenth of a layer
     for the projections of attention, which the compiler lays out with heads outside of tokens. Where the last but
-    one dimension does not fill tiles of 8, this layout would be padded, and is left to the compiler.
+    one dimension does not fill tiles of 8, this layout would be padded, and is left to the compiler. It is not always
+    a gain (`forebay.xla.order`).
     """
     if value.ndim < 2 or value.shape[-2] % 8:
         return value

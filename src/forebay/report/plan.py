@@ -187,6 +187,7 @@ def print_diff(before: Any, after: Any, *, as_json: bool) -> None:
             "seq",
             "optimizer_host_fraction",
             "parameters_host_fraction",
+            "row_major",
         )
         if getattr(before, key) != getattr(after, key)
     }

@@ -91,13 +91,13 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
     if done >= config.steps:
         raise UserError(f"the run in {run_dir} has done its {done} steps: raise --steps to go on")
 
+    # the options that `forebay compile` compiles with: what it says is said of this program
+    device = program.sharding.mesh.devices.flat[0]
+    program, options, notes = run_options(program, machine_of(device))
     together(lambda: _record_run(config, program, done) if is_first() else None)
     file = MetricsFile(run_dir, config.tensorboard) if is_first() else NoMetricsFile()
     recorder = _Recorder(program, file, validation, start)
     recorder.kept_step = done if config.resume else None
-    # the options that `forebay compile` compiles with: what it says is said of this program
-    device = program.sharding.mesh.devices.flat[0]
-    options, notes = run_options(program, machine_of(device))
     for note in notes:
         console.print(f"note: {note}", style="yellow", highlight=False)
     step_function = program.jit_step(options)

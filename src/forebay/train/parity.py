@@ -72,14 +72,23 @@ def needs_check(program: Program) -> bool:
 
 
 def check_numbers(program: Program, progress: Callable[[str], None] = silent) -> Checked:
-    """Compares steps of a small instance of `program` on its devices, offloaded and not.
+    """Compares steps of a small instance of `program` on its devices, offloaded and not. Where the order of its stores
+    is open, both are compared.
 
     Raises:
         WrongNumbersError: they differ; names the leaf and the difference.
     """
     small = miniature(program)
+    orders = (True, False) if small.order_is_open else (small.plan.row_major,)
+    plans = [dataclasses.replace(small.plan, row_major=order) for order in orders]
+    found = [_check(dataclasses.replace(small, plan=plan), progress) for plan in plans]
+    worst = max((c.worst for c in found), key=lambda d: d.relative)
+    return Checked(worst, known=all(c.known for c in found))
+
+
+def _check(small: Program, progress: Callable[[str], None]) -> Checked:
     machine = machine_of(small.sharding.mesh.devices.flat[0])
-    options = run_options(small, machine)[0]
+    options = run_options(small, machine)[1]
     subject = _subject(small, options)
     file = cache_dir() / "parity" / f"{_digest(subject)}.json"
     known = _from_first_process(_read(file, subject))
@@ -88,7 +97,7 @@ def check_numbers(program: Program, progress: Callable[[str], None] = silent) ->
     progress("comparing steps on the device, offloaded and not, on a small instance of the model")
     found = differences(small, options)
     worst = max(found, key=lambda d: math.inf if math.isnan(d.relative) else d.relative)
-    tolerance = TOLERANCE[program.config.dtype]
+    tolerance = TOLERANCE[small.config.dtype]
     if not worst.relative <= tolerance:
         device = small.sharding.mesh.devices.flat[0]
         raise WrongNumbersError(
@@ -126,7 +135,7 @@ def miniature(program: Program) -> Program:
     plan = dataclasses.replace(
         made.plan, placements=tuple(placements),
         optimizer_host_fraction=float(program.plan.optimizer_host_fraction > 0),
-        parameters_host_fraction=float(program.plan.parameters_host_fraction > 0),
+        parameters_host_fraction=float(program.plan.parameters_host_fraction > 0), row_major=program.plan.row_major,
     )  # fmt: skip
     return dataclasses.replace(made, plan=plan, least_host_bytes=1, slice_bytes=_SLICE_BYTES)
 
@@ -155,7 +164,7 @@ def differences(program: Program, options: Mapping[str, Any]) -> list[Difference
 
     machine = machine_of(program.sharding.mesh.devices.flat[0])
     ours = run(program, options)
-    expected = run(reference, run_options(reference, machine)[0])
+    expected = run(reference, run_options(reference, machine)[1])
     relative = jax.jit(lambda a, b: jax.tree.map(_relative, a, b), out_shardings=replicated)(ours, expected)
     found = [(_leaf_name(path), float(value)) for path, value in jax.tree.leaves_with_path(relative)]
     # a square is twice as far off as its root
@@ -226,6 +235,7 @@ def _subject(program: Program, options: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": program.config.dtype,
         "attention": program.kernel.compiled,
         "placements": program.plan.to_json()["placements"],
+        "row_major": program.plan.row_major,
         "on_host": {
             "optimizer": program.plan.optimizer_host_fraction,
             "parameters": program.plan.parameters_host_fraction,

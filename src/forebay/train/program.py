@@ -303,6 +303,12 @@ class Program:
         """Whether anything at all lives on the host."""
         return self.plan.offloads or any(jax.tree.leaves((self.hosted, self._sums_hosted)))
 
+    @property
+    def order_is_open(self) -> bool:
+        """Whether the order of dimensions in which layers store to the host matters and is not decided."""
+        on_tpu = self.sharding.mesh.devices.flat[0].platform == "tpu"
+        return on_tpu and self.plan.stores and self.plan.row_major is None
+
     def local_weight_shapes(self) -> set[tuple[int, ...]]:
         """The shapes that the weights have on one device."""
         leaves = jax.tree.leaves(self.abstract_state.weights)

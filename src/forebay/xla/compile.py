@@ -18,7 +18,7 @@ import jax
 from forebay.errors import CompilerFailedError, UserError
 from forebay.xla.buffers import Assignment, read_assignment
 from forebay.xla.copies import buffer_scopes, host_copy_bytes
-from forebay.xla.exposure import exposed
+from forebay.xla.exposure import exposed_bytes
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, parse_module
 from forebay.xla.host_arguments import mark_host
 from forebay.xla.invariants import all_violations, host_buffers
@@ -160,7 +160,7 @@ def compile_hidden(
     for number, variant in enumerate(variants(options)):
         saved = None if save_hlo is None else save_hlo.with_name(f"{save_hlo.name}.{number}")
         compiled = compile_step(step, args, options=variant, save_hlo=saved, **arguments)
-        bytes_exposed = sum(t.num_bytes * t.count * (1 - t.window) for t in exposed(compiled.transfers))
+        bytes_exposed = exposed_bytes(compiled.transfers)
         wrong = bool(compiled.violations)
         tried.append((wrong, bytes_exposed if judged else 0, number, compiled, variant))
         if not (wrong or (judged and bytes_exposed)):

@@ -25,6 +25,11 @@ def exposed(transfers: Sequence[Transfer]) -> list[Transfer]:
     return sorted(found, key=lambda t: -t.num_bytes * t.count * (1 - t.window))
 
 
+def exposed_bytes(transfers: Sequence[Transfer]) -> float:
+    """Bytes that a step on one device copies in `exposed` loops, each copy's by what its window lacks of one."""
+    return sum(t.num_bytes * t.count * (1 - t.window) for t in exposed(transfers))
+
+
 def boundary_exposed_bytes(transfers: Sequence[Transfer]) -> int:
     """Bytes that a step on one device copies outside of loops over layers without a layer's work to hide behind.
 
