@@ -342,7 +342,10 @@ def _compiler(
             donate_argnums=() if optimizer is None else (0, 1),
         )
         options = compiler_options(machine.platform, deviceless=deviceless, offloads=plan.stores)
-        return compile_hidden(jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda")[0]
+        return compile_hidden(
+            jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda",
+            lone_copy=len(devices) == len(plan.stored) == 1,
+        )[0]  # fmt: skip
 
     def step_s(compiled: CompiledStep) -> float | None:
         made = of_compiled(compiled, machine, len(devices))

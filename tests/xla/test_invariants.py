@@ -86,14 +86,14 @@ def test_a_right_program_in_a_loop_over_microbatches_passes():
 def test_two_loops_that_are_alike_share_neither_buffers_nor_a_body(stacks):
     """Buffers made one would be copied apart, host memory to host memory, or written twice. Of loops with one body the
     compiler aborts."""
-    layers, plan = 4, {"h": "host"}
+    layers = 4
 
     def block(w, x):
         return x + jnp.sin(checkpoint_name(x @ w, "h")) @ w.T
 
     def loss(weights, x):
         for stack, w in zip(stacks, weights, strict=True):
-            x = scan_layers(block, (Placement(stack, (0, layers), plan),), x, w, stack=stack)
+            x = scan_layers(block, (Placement(stack, (0, layers), {"h": "host"}),), x, w, stack=stack)
         return x.astype(jnp.float32).sum()
 
     whole = NamedSharding(make_mesh({}, compile_only_devices(get_hardware("gb200"), 1)), PartitionSpec())

@@ -87,6 +87,7 @@ def test_variants_begin_with_the_options_themselves():
     first, second = variants({"xla_gpu_enable_while_loop_unrolling": "X", "other": 1})
     assert first == {"xla_gpu_enable_while_loop_unrolling": "X", "other": 1} and second == {"other": 1}
     assert list(variants({"other": 1})) == [{"other": 1}]
+    assert list(variants({"xla_gpu_enable_while_loop_unrolling": "X", "other": 1}, lone_copy=True)) == [second, first]
 
 
 @pytest.mark.parametrize(("arguments", "host"), [(0, 0), (100, 50), (20, 400)])

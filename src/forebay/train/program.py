@@ -304,6 +304,11 @@ class Program:
         return self.plan.offloads or any(jax.tree.leaves((self.hosted, self._sums_hosted)))
 
     @property
+    def has_lone_copy(self) -> bool:
+        """Whether all that moves is one tensor of each layer, on one device."""
+        return self.sharding.mesh.size == 1 and not self.plan.parameters_host_fraction and len(self.plan.stored) == 1
+
+    @property
     def order_is_open(self) -> bool:
         """Whether the order of dimensions in which layers store to the host matters and is not decided."""
         on_tpu = self.sharding.mesh.devices.flat[0].platform == "tpu"

@@ -131,15 +131,17 @@ def _gpu_options(
     return options
 
 
-def variants(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def variants(options: Mapping[str, Any], *, lone_copy: bool = False) -> Iterator[dict[str, Any]]:
     """The options, and those to try where copies are exposed under them.
 
     Without double buffering a scheduler has no second layer in the loop to trade one copy's window
-    against; the price is a copy on the device of what was fetched.
+    against; the price is a copy on the device of what was fetched. Where a layer has a lone copy in each direction and no
+    collectives beside it, the first of them leaves it exposed (docs/overlap.md), and comes last.
     """
-    yield dict(options)
+    found = [dict(options)]
     if DOUBLE_BUFFERING in options:
-        yield {k: v for k, v in options.items() if k != DOUBLE_BUFFERING}
+        found.append({k: v for k, v in options.items() if k != DOUBLE_BUFFERING})
+    yield from reversed(found) if lone_copy else found
 
 
 def with_profile(
