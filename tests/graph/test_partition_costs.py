@@ -1,14 +1,19 @@
 """How values are split over a mesh and what that costs, worked out by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from forebay.graph.costs import Collective, analyse, sum_costs
+from forebay.graph.costs import Collective, Cost, analyse, sum_costs
 from forebay.graph.flat import flatten
 from forebay.graph.partition import local_shape, partition
+from forebay.hardware import get_hardware
+from forebay.ops.attention import blockwise
+from forebay.planner.rates import Rates
 
 MESH = {"fsdp": 4, "tensor": 2}
 
@@ -129,3 +134,32 @@ def test_random_numbers_cost_something():
     key = jax.eval_shape(lambda: jax.random.key(0))
     cost = costs(lambda k: jax.random.uniform(k, (1024,)), (key,), [()])
     assert cost.hbm_bytes > 8 * 4096
+
+
+def test_attention_in_blocks_also_says_what_its_loop_is_compiled_to():
+    """Three pairs of blocks of 512: the products once each, and scores that go through HBM."""
+    B, S, H, K, b, pairs = 2, 1024, 4, 32, 512, 3
+    query = jax.ShapeDtypeStruct((B, S, H, K), jnp.bfloat16)
+    traced = jax.make_jaxpr(lambda q, k, v: blockwise.forward(q, k, v, scale=1.0))(query, query, query)
+    (attention,) = [c for c in analyse(traced, [((),) * 4] * 3, {}).costs if c.kind == "attention"]
+    flops = pairs * 2 * B * H * b * b * K
+    assert attention.flops == 2 * flops
+    scores, block = B * H * b * b, B * b * H * K * 2
+    first, second = (c for c in attention.kernels if c.kind == "matmul")
+    assert (first.flops, first.hbm_bytes) == (flops, pairs * (2 * block + 4 * scores))
+    # probabilities and values in bfloat16, the result in float32
+    assert (second.flops, second.hbm_bytes) == (flops, pairs * (2 * scores + block + 2 * block))
+    # between the products: for the maximum, for the probabilities, for their sum
+    between = sum(
+        c.hbm_bytes for c in attention.kernels if c.kind == "elementwise" and c.hbm_bytes >= pairs * 2 * scores
+    )
+    assert between == pytest.approx(pairs * (4 + 4 + 2 + 4) * scores, rel=0.1)
+
+
+def test_planned_attention_takes_its_loops_time_unless_a_fused_kernel_stands_for_it():
+    machine = get_hardware("gb200")
+    kernels = (Cost("matmul", 1e12, 1e9), Cost("elementwise", 0.0, 2e9))
+    cost = Cost("attention", 1e12, 1e6, kernels=kernels)
+    fused, loop = Rates(machine, {}, fused_attention=True), Rates(machine, {})
+    assert fused.compute_s(cost) == fused.compute_s(dataclasses.replace(cost, kernels=()))
+    assert loop.compute_s(cost) == sum(map(loop.compute_s, kernels)) > fused.compute_s(cost)
