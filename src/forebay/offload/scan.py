@@ -27,6 +27,7 @@ import numpy as np
 from jax._src import core
 from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from forebay.errors import UserError, unknown
 from forebay.graph.residuals import Residual, carried_names, input_names, residuals, vjp_by
@@ -93,8 +94,8 @@ def scan_layers(
     block, closed_over = jax.closure_convert(block, _one_layer_of(layers), x, *constants)
     constants = (*constants, *closed_over)
     _check_names(block, placements, x, layers, constants)
-    ranges = [_Range(block, p.in_loop, row_major is not False) for p in placements]
     owner = f"{stack} {_calls_before(stack)}"
+    ranges = [_Range(block, p.in_loop, owner, row_major is not False) for p in placements]
     # A jitted caller is traced once and may be differentiated several times, by other arguments each time, in
     # any order before the backward passes are traced. So what a forward trace found is kept here, one entry a
     # trace, and its residuals say which entry is theirs.
@@ -210,8 +211,9 @@ class _Trace:
 class _Range:
     """The layers of one placement. `forward` traces the block; `backward` rebuilds its VJPs from that."""
 
-    def __init__(self, block: Callable[..., Any], placement: Placement, row_major: bool):
+    def __init__(self, block: Callable[..., Any], placement: Placement, owner: str, row_major: bool):
         self.block = block
+        self.owner = owner
         self.checkpointed = apply(block, placement)
         self.stack = placement.stack
         self.first, past_last = placement.layers
@@ -312,12 +314,20 @@ class _Range:
 
         With `lax.scan`, k is read from an array, and XLA only pipelines copies whose position is the loop's
         own counter. `lax.while_loop` counts itself, but it cannot be differentiated again.
+
+        Loops that are alike must not get one body from XLA's computation-deduplicator: the pipelining of host copies
+        changes it under one of them and aborts (jax 0.12.0.1). A note on the counter makes each its own.
         """
         if not self.offloads and not any(on_host(w) for w in jax.tree.leaves(layers)):
             counter = jnp.arange(self.count, dtype=jnp.int32)
             return jax.lax.scan(lambda carry, k: (body(k, carry), None), carry, counter)[0]
-        start = (jnp.int32(0), carry)
-        return jax.lax.while_loop(lambda s: s[0] < self.count, lambda s: (s[0] + 1, body(*s)), start)[1]
+
+        def step(state: Any) -> Any:
+            with set_xla_metadata(forebay_scan=f"{self.owner} {self.first}"):
+                following = state[0] + 1
+            return following, body(*state)
+
+        return jax.lax.while_loop(lambda s: s[0] < self.count, step, (jnp.int32(0), carry))[1]
 
     def _write(self, stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
         return _write(stack, value, i, self.row_major)

@@ -240,7 +240,7 @@ def step_options(
     """
     platform = program.sharding.mesh.devices.flat[0].platform
     limit_percent = None
-    if program.offloads and hardware is not None and hardware.platform == "cuda":
+    if hardware is not None and hardware.platform == "cuda":
         step, args = step or program.jit_step(), (program.abstract_state, program.abstract_batch)
         limit_percent = memory_limit_percent(
             hardware.hbm_bytes,

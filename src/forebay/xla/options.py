@@ -23,8 +23,6 @@ TPU_EARLY_STARTS = "xla_lhs_enable_release_start_policy"
 _CHECKER_OPTION, _CHECKER_OFF = "xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF"
 """Keeps XLA from warning of every instruction that the profile does not have."""
 
-_DISABLED = "xla_disable_hlo_passes"
-
 _WITHOUT = {
     "xla_gpu_enable_latency_hiding_scheduler": "collectives and copies do not overlap with arithmetic",
     "xla_gpu_enable_pipelined_host_offloading": "copies end in the layer that starts them",
@@ -82,7 +80,7 @@ def compiler_options(
         deviceless: whether the compiler has no device to time kernels on.
         offloads: whether the step moves anything to the host.
         memory_limit_percent: see the function of that name. When not given, a step that offloads is
-            compiled without the scheduler's limit, and that it fits is not the compiler's concern.
+            compiled without the scheduler's limit, and that it fits is not the compiler's concern; others under XLA's own.
         environ: the environment, in which `XLA_FLAGS` may name a profile; `os.environ` when not given.
 
     Raises:
@@ -115,16 +113,15 @@ def _gpu_options(
         options["xla_gpu_autotune_level"] = 0
         if compiler_before("0.12"):  # with which products that no kernel was timed for do not compile to Triton's
             options["xla_gpu_enable_triton_gemm"] = False
+    if memory_limit_percent or offloads:
+        options["xla_gpu_memory_limit_slop_factor"] = memory_limit_percent or _NO_LIMIT
     if offloads:
         options |= {
             "xla_gpu_enable_pipelined_host_offloading": True,
             DOUBLE_BUFFERING: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
-            "xla_gpu_memory_limit_slop_factor": memory_limit_percent or _NO_LIMIT,
             # copies that are outside of loops count as asynchronous kernels, of which 2 at a time are scheduled
             "xla_gpu_experimental_parallel_async_compute_limit": _COPIES_AT_ONCE,
             _CHECKER_OPTION: _CHECKER_OFF,
-            # loops that are alike would share one body, which the pipelining of host copies aborts on (jax 0.12.0.1)
-            _DISABLED: ",".join([*_disabled_passes(environ), "computation-deduplicator"]),
         }
         if profile := _profile(environ, {}, _LONG_COPY_US):
             options[PROFILE_OPTION] = profile
@@ -169,7 +166,8 @@ def profile_text(costs_us: Mapping[str, float]) -> str:
 
 
 def memory_limit_percent(hbm_bytes: int, usable_bytes: int, argument_bytes: int, host_bytes: int) -> int:
-    """XLA's `memory_limit_slop_factor` under which its limit is the device's memory and not the host's with it.
+    """XLA's `memory_limit_slop_factor` under which its limit is the device's memory, all that may be used of it, and not
+    the host's with it.
 
     XLA's GPU compiler limits temporaries to that percentage of (80 % of HBM - arguments), and counts
     buffers in host memory among them (`xla/service/gpu/gpu_hlo_schedule.cc`; it recomputes what exceeds the
@@ -222,13 +220,6 @@ def _digest(text: str) -> str:
 
 
 def _users_profile(environ: Mapping[str, str]) -> str | None:
-    return _users_flag(environ, PROFILE_OPTION)
-
-
-def _disabled_passes(environ: Mapping[str, str]) -> list[str]:
-    return [name for name in (_users_flag(environ, _DISABLED) or "").split(",") if name]
-
-
-def _users_flag(environ: Mapping[str, str], name: str) -> str | None:
-    found = re.findall(rf"--{name}=(\S+)", environ.get("XLA_FLAGS", ""))
+    flags = environ.get("XLA_FLAGS", "")
+    found = re.findall(rf"--{PROFILE_OPTION}=(\S+)", flags)
     return found[-1].strip("\"'") if found else None
