@@ -84,7 +84,7 @@ def build(model: str, hardware: str, devices: int, placement: str, way: str) -> 
     program = programs.make_program(config, compile_only_devices(machine, devices))
     program = dataclasses.replace(program, plan=dataclasses.replace(program.plan, row_major=way != ANY_ORDER))
     limit = None
-    if machine.platform == "cuda":
+    if machine.platform == "cuda" and way != "stock":
         step, args = program.jit_step(), (program.abstract_state, program.abstract_batch)
         arguments = argument_bytes(args, (program.state_shardings, program.batch_shardings))
         host = offloaded_bytes(step.trace(*args).jaxpr, devices)

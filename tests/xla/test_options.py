@@ -43,6 +43,8 @@ def test_only_a_step_that_offloads_gets_the_recipe_of_its_platform():
         plain
     )
     assert set(plain) < set(offloading())
+    limited = compiler_options("cuda", deviceless=True, offloads=False, memory_limit_percent=120)
+    assert limited == plain | {"xla_gpu_memory_limit_slop_factor": 120}
 
 
 def test_the_profile_costs_copies_in_both_directions_whatever_their_number():
