@@ -152,7 +152,7 @@ def test_a_reverse_scan_is_planned_as_one_range():
 def test_a_tpu_is_compiled_for_in_both_orders_of_stores_and_the_plan_gets_the_better(monkeypatch):
     asked = []
 
-    def compiled(step, args, options, judged):
+    def compiled(step, args, options, **rest):
         asked.append("@LayoutConstraint" in step.trace(*args).lower(lowering_platforms=("tpu",)).as_text())
         copy = Transfer("dot_0", "layers", "d2h", "loop", 2**20, L, 0.4 if asked[-1] else 1.0)
         size = Bytes(2**20, 0, 0, 0)

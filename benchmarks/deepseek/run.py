@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/deepseek/run.py [--cells 8:full,8:plan]
     KEEP_HLO=DIR .venv/bin/python benchmarks/deepseek/run.py ... --again DIR     # after a change of the timeline
+    .venv/bin/python benchmarks/deepseek/run.py --replan                         # after one of the planner's seconds
 
 FSDP 16 x experts 8, sequence 4096. Every cell is compiled, and its timeline simulated; results go to `results.json` and
 `results.md` beside this file. Cells that are there are left as they are, those that `--cells` names are made again.
@@ -45,9 +46,8 @@ GiB = 2**30
 def one(per_device: int, policy: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """One cell, compiled in this process."""
     from forebay.hardware import get_hardware
-    from forebay.pipeline import device_budget, host_budget
     from forebay.train.config import ProgramConfig
-    from forebay.train.planning import compile_program, cost_program, planned_program
+    from forebay.train.planning import compile_program, planned_program
     from forebay.train.program import make_program
     from forebay.xla.hlo import parse_module
     from forebay.xla.topology import compile_only_devices
@@ -64,8 +64,7 @@ def one(per_device: int, policy: str, sizes: dict[str, Any]) -> dict[str, Any]:
     else:
         program = planned_program(config, devices, machine, progress=lambda text: print(text, file=sys.stderr))
     planning_s = time.perf_counter() - start
-    costed = cost_program(program, machine, device_budget(machine, None), host_budget(machine, None))
-    predicted, _ = costed.predict(program.plan.placements)
+    predicted_s = planner_s(program)
     with tempfile.TemporaryDirectory() as folder:
         hlo = Path(folder) / "step.hlo"
         done = compile_program(program, machine, deviceless=True, save_hlo=hlo).compiled
@@ -90,7 +89,7 @@ def one(per_device: int, policy: str, sizes: dict[str, Any]) -> dict[str, Any]:
         "batch_per_device": per_device, "policy": policy, "device_bytes": done.device.total, "host_bytes": done.host.total,
         "fits": done.refused is None and done.device.total <= machine.usable_hbm_bytes(None)
         and done.host.total <= machine.host.memory_bytes_per_device,
-        "planner_step_s": predicted.step_s, "model_flops": program.flops_per_step / DEVICES,
+        "planner_step_s": predicted_s, "model_flops": program.flops_per_step / DEVICES,
         "timeline": simulated(module, program.flops_per_step / DEVICES),
         "expert_flops": expert_flops(module), "ideal_expert_flops": ideal,
         "loop_windows": {
@@ -100,6 +99,36 @@ def one(per_device: int, policy: str, sizes: dict[str, Any]) -> dict[str, Any]:
         "remat_clones": done.remat.count, "compile_time_s": done.compile_time_s, "planning_s": planning_s,
         "placements": [dataclasses.asdict(p) for p in program.plan.placements], "versions": dict(done.versions),
     }  # fmt: skip
+
+
+def planner_s(program: Any) -> float:
+    """The step time of a program's placements by the planner's account, in seconds."""
+    from forebay.hardware import get_hardware
+    from forebay.pipeline import device_budget, host_budget
+    from forebay.train.planning import cost_program
+
+    machine = get_hardware("gb200")
+    costed = cost_program(program, machine, device_budget(machine, None), host_budget(machine, None))
+    return costed.predict(program.plan.placements)[0].step_s
+
+
+def replan(rows: list[dict[str, Any]]) -> None:
+    """The planner's seconds of all rows again; nothing is compiled."""
+    from forebay.hardware import get_hardware
+    from forebay.planner.placement import Placement
+    from forebay.train.config import ProgramConfig
+    from forebay.train.program import make_program
+    from forebay.xla.topology import compile_only_devices
+
+    devices = compile_only_devices(get_hardware("gb200"), DEVICES)
+    for row in rows:
+        config = ProgramConfig(
+            model="deepseek-v3", mesh=MESH, batch=row["batch_per_device"] * DEVICES, seq=SEQ, placement="full"
+        )
+        program = make_program(config, devices)
+        placements = tuple(Placement(p["stack"], tuple(p["layers"]), p["tensors"]) for p in row["placements"])
+        plan = dataclasses.replace(program.plan, placements=placements)
+        row["planner_step_s"] = planner_s(dataclasses.replace(program, plan=plan))
 
 
 def simulated(module: Any, model_flops: float) -> dict[str, Any]:
@@ -196,6 +225,7 @@ def main() -> None:
     parser.add_argument("--cells", help="of these; by default all that are not there yet")
     parser.add_argument("--one")
     parser.add_argument("--again", metavar="DIR", help="simulate the HLO kept in this folder again, compile nothing")
+    parser.add_argument("--replan", action="store_true", help="the planner's seconds again, compile nothing")
     arguments = parser.parse_args()
     if arguments.one:
         batch, policy = arguments.one.split(":")
@@ -203,6 +233,11 @@ def main() -> None:
         return
     file = HERE / "results.json"
     rows = json.loads(file.read_text()) if file.exists() else []
+    if arguments.replan:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        replan(rows)
+        write(rows)
+        return
     if arguments.again:
         from forebay.xla.hlo import parse_module
 

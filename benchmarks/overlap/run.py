@@ -8,8 +8,8 @@ device, FSDP) compiled for machines that are not there, in a process of its own,
 - stock: `jax.lax.scan` over `jax.checkpoint` with the same offload policy, and the options that any
   step gets (latency hiding scheduler), as a user without forebay would write it;
 - stock + options (TPUs; for GPUs see `parts.py`): the same program with the options that forebay chooses;
-- forebay: `forebay.scan_layers`, with these options. On TPUs it stores to the host in row-major order, and where that
-  leaves copies exposed also in the compiler's own; the table has the one that `forebay.xla.order` keeps.
+- forebay: `forebay.scan_layers`, with these options. On TPUs it stores to the host in row-major order or the compiler's,
+  and where the first leaves copies exposed also in the other; the table has the one that `forebay.xla.order` keeps.
 
 A window is the share of one layer's matrix and attention FLOPs between a copy's start and its done; the
 figures are means over the copies in loops, weighted by bytes, and the smallest. TPU steps are compiled up to the
@@ -260,10 +260,11 @@ def main() -> None:
         for model, hardware, devices in CASES:
             platform = "tpu" if hardware in TPUS else "cuda"
             wanted = (arguments.platform, platform), (arguments.hardware, hardware), (arguments.model, model)
-            ways = ["stock", "stock + options", ROW_MAJOR] if platform == "tpu" else ["stock", "forebay"]
+            first, second = ordered(placement)
+            ways = ["stock", "stock + options", first] if platform == "tpu" else ["stock", "forebay"]
             group = model, hardware, devices, placement
             there = {r["way"] for r in stored() if _group(r) == group and not arguments.again}
-            there -= set() if ROW_MAJOR in there else {ANY_ORDER}  # which is tried where that leaves something open
+            there -= set() if first in there else {second}  # which is tried where that leaves something open
             if any(w not in (None, has) for w, has in wanted):
                 continue
             # one after another, so that their compile times can be compared
@@ -271,8 +272,8 @@ def main() -> None:
             for way in ways:
                 if way not in there:
                     rows.append(row(*group, way) | {"run": run})
-                if way == ROW_MAJOR and ANY_ORDER not in there and _is_open([*stored(), *rows], group):
-                    ways.append(ANY_ORDER)
+                if way == first and second not in there and _is_open([*stored(), *rows], group):
+                    ways.append(second)
             if rows:
                 merge(rows)
                 print("\n".join(table([r for r in stored() if _group(r) == group])[2:]), flush=True)
@@ -285,8 +286,30 @@ def _is_way(row: dict[str, Any]) -> bool:
 
 
 def _is_open(rows: list[dict[str, Any]], group: tuple[Any, ...]) -> bool:
-    """Whether the other order than row-major is to be tried."""
-    return next(trial(r) for r in reversed(rows) if _group(r) == group and r["way"] == ROW_MAJOR).is_open
+    """Whether the second order is to be tried."""
+    first, _ = ordered(group[-1])
+    return next(trial(r) for r in reversed(rows) if _group(r) == group and r["way"] == first).is_open
+
+
+def ordered(placement: str) -> list[str]:
+    """The ways of forebay's two orders, as they are tried."""
+    from forebay.planner.placement import parse_placement
+    from forebay.xla.order import orders
+
+    carried = {
+        "layers": (
+            "decoder_layer_input",
+            "query_proj",
+            "key_proj",
+            "value_proj",
+            "context",
+            "out_proj",
+            "mlpwi_0",
+            "mlpwi_1",
+        )
+    }
+    (parsed,) = parse_placement(placement, {"layers": 2}, carried)
+    return [ROW_MAJOR if row_major else ANY_ORDER for row_major in orders(len(parsed.names("host")))]
 
 
 def trial(row: dict[str, Any]) -> Any:
@@ -301,6 +324,7 @@ def trial(row: dict[str, Any]) -> Any:
         fits,
         row.get("exposed_bytes", 0.0),
         row.get("step_time_s"),
+        row.get("waits_for_copies_s"),
     )
 
 
@@ -310,9 +334,15 @@ def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     found = []
     for row in rows:
-        tried = [r for r in rows if _group(r) == _group(row) and r["way"] in (ROW_MAJOR, ANY_ORDER)]
-        if row not in tried:
+        first, second = ordered(row["placement"])
+        tried = [r for r in rows if _group(r) == _group(row) and r["way"] in (first, second)]
+        tried.sort(key=lambda r: r["way"] == second)
+        if tried and tried[0]["way"] == first and not trial(tried[0]).is_open:
+            tried = tried[:1]  # the second may be there from a time when it was tried
+        if row["way"] not in (first, second):
             found.append(row)
+        elif row not in tried:
+            continue
         elif trial(row) == better(map(trial, tried)):
             others = [
                 f"; {o['step_time_s']:.2f} s {o['way'].split('(')[1]}"
@@ -341,7 +371,7 @@ def stored() -> list[dict[str, Any]]:
 def merge(new: list[dict[str, Any]]) -> None:
     """Writes the rows that are stored by now, with `new` in place of those of the same programs."""
     replaced = {(*_group(r), r["way"]) for r in new}
-    replaced |= {(*_group(r), ANY_ORDER) for r in new if r["way"] == ROW_MAJOR}
+    replaced |= {(*_group(r), ordered(r["placement"])[1]) for r in new if r["way"] == ordered(r["placement"])[0]}
     rows = [r for r in stored() if (*_group(r), r["way"]) not in replaced and _is_way(r)] + new
     cases, placements = [c[:3] for c in CASES], list(PLACEMENTS.values())
     rows.sort(key=lambda r: (cases.index(_group(r)[:3]), placements.index(r["placement"]), WAYS.index(r["way"])))
@@ -357,7 +387,7 @@ def merge(new: list[dict[str, Any]]) -> None:
         "waits are `forebay timeline`'s, of TPU rows only. The link's part of the waits is what it needs to move a step's bytes",
         "beyond the work of the forward pass, one way, and of the backward pass, the other; a schedule does with less only where",
         "copies run while the step waits for something else, collectives for one.",
-        "On TPUs forebay stores in row-major order, and where that leaves copies in loops exposed in any order too: the row says",
+        "On TPUs forebay stores in row-major order or in any, and where the first leaves copies exposed in the other: the row says",
         "which was kept, and the step of the other. Its compile time is that of both. Where a host has less memory for each",
         "device than a step takes, the table says what it has: these do not fit. What",
         "the columns mean and why the figures are what they are: [docs/overlap.md](../../docs/overlap.md).", "",

@@ -155,8 +155,8 @@ def late() -> None:
     Range = scan._Range
     init, avals, read, host = Range.__init__, Range.stored_avals, scan._read, jax.memory.Space.Host
 
-    def kept_on_device(self: Any, block: Any, placement: Any, row_major: bool) -> None:
-        init(self, block, placement, row_major)
+    def kept_on_device(self: Any, block: Any, placement: Any, owner: str, row_major: bool) -> None:
+        init(self, block, placement, owner, row_major)
         self.to_host = set(placement.names("host"))
         tensors = {n: "device" if w == "host" else w for n, w in placement.tensors.items()}
         self.checkpointed = scan.apply(block, dataclasses.replace(placement, tensors=tensors))

@@ -17,7 +17,7 @@ from forebay.planner.rank import rank
 from forebay.planner.reasons import reasons, shadow_price, unnamed_notes
 from forebay.planner.search import MAX_COMPILES, Compile, Decision, Found, Measured, search
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
-from forebay.timeline.compare import difference, of_compiled
+from forebay.timeline.compare import difference, of_compiled, step_and_waits
 from forebay.units import MiB, format_seconds, parse_bytes
 
 HOST_SHARE = 0.8
@@ -347,9 +347,8 @@ def _compiler(
             lone_copy=len(devices) == len(plan.stored) == 1,
         )[0]  # fmt: skip
 
-    def step_s(compiled: CompiledStep) -> float | None:
-        made = of_compiled(compiled, machine, len(devices))
-        return None if made is None else made["step_time_s"]
+    def simulate(compiled: CompiledStep) -> tuple[float, float] | None:
+        return step_and_waits(of_compiled(compiled, machine, len(devices)))
 
     def compile_plan(decision: Decision) -> Measured:
         plan = dataclasses.replace(base, placements=decision.placements, model=None)
@@ -357,7 +356,7 @@ def _compiler(
         if machine.platform == "tpu" and plan.stores and row_major is None:
             kept = compile_ordered(
                 lambda order, _: compiled_under(dataclasses.replace(plan, row_major=order)),
-                step_s=step_s, budget_bytes=budget_bytes,
+                tensors=len(plan.stored), simulate=simulate, budget_bytes=budget_bytes,
             )  # fmt: skip
             compiled, row_major, notes = kept.compiled, kept.row_major, [kept.note] if kept.note else []
         else:

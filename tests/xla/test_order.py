@@ -11,17 +11,17 @@ from forebay.xla.windows import Transfer
 GIB = 2**30
 
 
-def step(window=1.0, *, wrong=False, refused=False, gib=1, step_s=None, where="loop") -> Any:
-    """A compiled step that copies 2 GiB from the host, with a window."""
+def step(window=1.0, *, wrong=False, refused=False, gib=1, step_s=None, waits_s=1.0, where="loop") -> Any:
+    """A compiled step that copies 2 GiB from the host, with a window, and by its timeline waits."""
     copy = Transfer("mlpwi_0", "layers", "h2d", where, GIB, 2, window)
     return SimpleNamespace(
         transfers=(copy,), violations=("a loop is wrong",) if wrong else (), refused="no memory" if refused else None,
-        device=SimpleNamespace(total=gib * GIB), step_s=step_s,
+        device=SimpleNamespace(total=gib * GIB), simulated=None if step_s is None else (step_s, waits_s),
     )  # fmt: skip
 
 
-def kept(row_major, own=None, **arguments):
-    """What is kept of a step and of its other; without the latter it must not be compiled."""
+def kept(row_major, own=None, tensors=3, **arguments):
+    """What is kept of a step and of its other; what is None must not be compiled."""
 
     def compile_as(order, save_hlo):
         if save_hlo is not None:
@@ -30,7 +30,9 @@ def kept(row_major, own=None, **arguments):
         assert made is not None, "nothing is to be gained by another compile"
         return made
 
-    made = compile_ordered(compile_as, step_s=lambda compiled: cast(Any, compiled).step_s, **arguments)
+    made = compile_ordered(
+        compile_as, tensors=tensors, simulate=lambda compiled: cast(Any, compiled).simulated, **arguments
+    )
     assert made.compiled is (row_major if made.row_major else own)
     return made
 
@@ -39,6 +41,19 @@ def kept(row_major, own=None, **arguments):
 def test_one_compile_is_enough_where_no_copy_in_a_loop_is_exposed(hidden):
     made = kept(hidden)
     assert made.row_major and made.note is None
+
+
+def test_a_step_that_does_not_wait_for_its_copies_is_compiled_once():
+    assert kept(step(0.5, step_s=2.0, waits_s=0.003)).row_major
+    with pytest.raises(AssertionError, match="nothing is to be gained"):
+        kept(step(0.5, step_s=2.0, waits_s=0.005))
+    assert not kept(step(0.5, step_s=2.0, waits_s=0.0, wrong=True), step(0.5)).row_major
+
+
+def test_of_many_tensors_the_compilers_own_order_comes_first():
+    assert not kept(None, step(1.0), tensors=4).row_major
+    made = kept(step(0.8), step(0.5), tensors=4)
+    assert made.row_major and made.note is not None and "in row-major order: 409.60 MiB of copies" in made.note
 
 
 @pytest.mark.parametrize(
@@ -73,7 +88,7 @@ def test_one_that_takes_more_memory_than_it_may_does_not_fit():
 def test_the_note_says_what_was_gained():
     assert kept(step(0.5, step_s=3.59), step(0.75, step_s=3.41)).note == (
         "layers store to the host in the compiler's own order of dimensions: 512.00 MiB of copies in loops are exposed, "
-        "row-major 1.00 GiB; a step takes 3.410 s by timeline, row-major 3.590 s"
+        "in the other 1.00 GiB; a step takes 3.410 s by timeline, in the other 3.590 s"
     )
     assert "the step does not fit" in (kept(step(1.0, refused=True), step(0.5)).note or "")
     assert "copies would be wrong" in (kept(step(1.0, wrong=True), step(0.5)).note or "")

@@ -22,7 +22,7 @@ from forebay.planner.problem import layer_cost
 from forebay.planner.search import MAX_COMPILES, Decision, InfeasibleError, Measured
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
 from forebay.report.memory import compile_json
-from forebay.timeline.compare import of_compiled
+from forebay.timeline.compare import of_compiled, step_and_waits
 from forebay.timeline.profile import profiled
 from forebay.train.config import ProgramConfig
 from forebay.train.program import Program, make_program
@@ -193,15 +193,18 @@ def _compile_ordered(
         )
         return done[row_major].compiled
 
-    def step_s(compiled: CompiledStep) -> float | None:
+    def simulate(compiled: CompiledStep) -> tuple[float, float] | None:
         if hardware is None:
             return None
-        made = of_compiled(compiled, hardware, program.sharding.mesh.size, fused_attention=program.kernel.stands_in)
-        return None if made is None else made["step_time_s"]
+        devices, fused = program.sharding.mesh.size, program.kernel.stands_in
+        return step_and_waits(of_compiled(compiled, hardware, devices, fused_attention=fused))
 
     if budget_bytes is None and hardware is not None:
         budget_bytes = hardware.usable_hbm_bytes(memory_fraction)
-    kept = compile_ordered(compile_as, step_s=step_s, budget_bytes=budget_bytes or math.inf, save_hlo=save_hlo)
+    kept = compile_ordered(
+        compile_as, tensors=len(program.plan.stored), simulate=simulate, budget_bytes=budget_bytes or math.inf,
+        save_hlo=save_hlo,
+    )  # fmt: skip
     chosen = done[kept.row_major]
     return dataclasses.replace(chosen, notes=(*chosen.notes, *([kept.note] if kept.note else [])))
 

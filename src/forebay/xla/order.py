@@ -2,7 +2,7 @@
 
 Row-major order lets a copy to the host run on while the next layer is worked on (`forebay.offload.scan`), and in some
 programs costs copies from the host what it gains. Which it will be only the schedule says, so both are compiled where
-the first leaves copies exposed.
+the first leaves copies exposed that the step waits for.
 """
 
 import dataclasses
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from forebay.xla.compile import CompiledStep
 
 
+MANY_TENSORS = 4
+"""So many that layers store, and the compiler's own order is tried first: of the whole steps in benchmarks/overlap it then
+hid all that it could, and row-major order where query, key and value alone move."""
+WAITS = 2e-3
+"""The share of a step from which on it is said to wait for copies."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Trial:
     """What decides between two compiles of a step.
@@ -28,6 +35,7 @@ class Trial:
         fits: whether the compiler accepted it and it takes no more device memory than it may.
         exposed_bytes: of copies in loops; see `forebay.xla.exposure.exposed_bytes`.
         step_s: by its timeline, None where it has none.
+        waits_s: of it the seconds waiting for copies between device and host.
     """
 
     row_major: bool
@@ -35,11 +43,13 @@ class Trial:
     fits: bool
     exposed_bytes: float
     step_s: float | None = None
+    waits_s: float | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether the other order is worth a compile."""
-        return self.wrong or not self.fits or self.exposed_bytes > 0
+        waits = self.step_s is None or self.waits_s is None or self.waits_s > WAITS * self.step_s
+        return self.wrong or not self.fits or (self.exposed_bytes > 0 and waits)
 
 
 def better(trials: Iterable[Trial]) -> Trial:
@@ -50,8 +60,8 @@ def better(trials: Iterable[Trial]) -> Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Ordered:
-    """The compile that was kept, whether its stores are in row-major order, and a line where that took two compiles
-    and they are not."""
+    """The compile that was kept, whether its stores are in row-major order, and a line where there were two compiles and
+    the second was kept."""
 
     compiled: "CompiledStep"
     row_major: bool
@@ -61,45 +71,60 @@ class Ordered:
 def compile_ordered(
     compile_as: Callable[[bool, Path | None], "CompiledStep"],
     *,
-    step_s: Callable[["CompiledStep"], float | None],
+    tensors: int,
+    simulate: Callable[["CompiledStep"], tuple[float, float] | None],
     budget_bytes: float = math.inf,
     save_hlo: Path | None = None,
 ) -> Ordered:
-    """Compiles a step with row-major stores, where that leaves anything to be wished for also without, and keeps the
-    better.
+    """Compiles a step with its stores in one order, where that leaves anything to be wished for also in the other, and
+    keeps the better.
 
     Args:
         compile_as: compiles the step with row-major stores or without, and writes its HLO text to a file.
-        step_s: the step time by timeline of a compiled step, in seconds.
+        tensors: how many a layer stores; see `MANY_TENSORS`.
+        simulate: a compiled step's time by its timeline, and of it the wait for copies between device and host, in
+            seconds; None where it has none.
         budget_bytes: the device memory that the step may take.
         save_hlo: where to write the HLO text of the one that is kept.
     """
     tried: list[tuple[Trial, CompiledStep, Path | None]] = []
-    for row_major in (True, False):
+    for row_major in orders(tensors):
         file = None if save_hlo is None else save_hlo.with_name(f"{save_hlo.name}.{row_major}")
         compiled = compile_as(row_major, file)
         fits = compiled.refused is None and compiled.device.total <= budget_bytes
-        trial = Trial(row_major, bool(compiled.violations), fits, exposed_bytes(compiled.transfers))
+        step_s, waits_s = simulate(compiled) or (None, None)
+        wrong = bool(compiled.violations)
+        trial = Trial(row_major, wrong, fits, exposed_bytes(compiled.transfers), step_s, waits_s)
         tried.append((trial, compiled, file))
         if not trial.is_open:
             break
-    if len(tried) > 1:
-        tried = [(dataclasses.replace(t, step_s=step_s(c)), c, file) for t, c, file in tried]
     best = better(t for t, _, _ in tried)
     for trial, _, file in tried:
         if save_hlo is not None and file is not None:
             file.replace(save_hlo) if trial is best else file.unlink()
     compiled = next(c for t, c, _ in tried if t is best)
-    return Ordered(compiled, best.row_major, None if best.row_major else _note(tried[0][0], best))
+    first = tried[0][0]
+    return Ordered(compiled, best.row_major, None if best is first else _note(first, best))
 
 
-def _note(row_major: Trial, kept: Trial) -> str:
-    if row_major.wrong and not kept.wrong:
-        why = "in row-major order copies would be wrong"
-    elif not row_major.fits and kept.fits:
-        why = "in row-major order the step does not fit"
+def orders(tensors: int) -> tuple[bool, bool]:
+    """Whether stores are in row-major order in the first compile, and in the second, where layers store so many tensors."""
+    return (False, True) if tensors >= MANY_TENSORS else (True, False)
+
+
+def _note(other: Trial, kept: Trial) -> str:
+    names = {True: "row-major order", False: "the compiler's own order of dimensions"}
+    if other.wrong and not kept.wrong:
+        why = f"in {names[other.row_major]} copies would be wrong"
+    elif not other.fits and kept.fits:
+        why = f"in {names[other.row_major]} the step does not fit"
     else:
-        why = f"{format_bytes(kept.exposed_bytes)} of copies in loops are exposed, row-major {format_bytes(row_major.exposed_bytes)}"
-        if kept.step_s is not None and row_major.step_s is not None:
-            why += f"; a step takes {format_seconds(kept.step_s)} by timeline, row-major {format_seconds(row_major.step_s)}"
-    return f"layers store to the host in the compiler's own order of dimensions: {why}"
+        why = (
+            f"{format_bytes(kept.exposed_bytes)} of copies in loops are exposed, in the other "
+            f"{format_bytes(other.exposed_bytes)}"
+        )
+        if kept.step_s is not None and other.step_s is not None:
+            why += (
+                f"; a step takes {format_seconds(kept.step_s)} by timeline, in the other {format_seconds(other.step_s)}"
+            )
+    return f"layers store to the host in {names[kept.row_major]}: {why}"
