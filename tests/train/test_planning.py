@@ -226,3 +226,14 @@ def test_a_planned_program_has_the_order_that_was_kept_of_its_plan(monkeypatch):
     config = ProgramConfig(model="llama-tiny", batch=4, seq=64)
     found = planned_program(config, compile_only_devices(get_hardware("v5p"), 4), get_hardware("v5p")).plan
     assert found.row_major is False and "in the compiler's own order" in found.notes
+
+
+# ------------------------------------------------------------------ a single layer
+
+
+def test_a_single_layer_that_is_placed_on_the_host_is_said_to_stay_on_the_device():
+    program = on("h200", "mlpwi_0=host@0:2;mlpwi_0=host@2:3")
+    (note,) = (n for n in program.notes() if "single layer" in n)
+    assert note.startswith("'mlpwi_0' of layers 2:3 of 'layers' stay on the device")
+    one, two = (on("h200", f"mlpwi_0=host@0:{n};full@{n}:3") for n in (1, 2))
+    assert planning.planned_host_bytes(one) == 0 < planning.planned_host_bytes(two)

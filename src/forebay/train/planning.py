@@ -325,7 +325,7 @@ def planned_host_bytes(program: Program) -> int:
     memory, fraction = hardware.hbm_bytes, program.plan.optimizer_host_fraction
     problem = cost_program(program, hardware, memory, memory, fraction).problem
     return problem.base_host_bytes + sum(
-        (p.layers[1] - p.layers[0]) * layer_cost(problem.stack(p.stack), p.tensors).host_bytes
+        (p.layers[1] - p.layers[0]) * layer_cost(problem.stack(p.stack), p.in_loop.tensors).host_bytes
         for p in program.plan.placements
     )
 

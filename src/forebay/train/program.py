@@ -339,6 +339,13 @@ class Program:
                 f"so placing it changes nothing"
                 for name in useless
             ]
+            if placement.in_loop != placement:
+                first, past_last = placement.layers
+                names = ", ".join(repr(n) for n in placement.names("host"))
+                notes.append(
+                    f"{names} of layers {first}:{past_last} of {placement.stack!r} stay on the device: a single layer is no "
+                    f"loop, and moves nothing to the host"
+                )
         return list(dict.fromkeys(notes))
 
 
