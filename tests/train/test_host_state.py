@@ -61,7 +61,11 @@ def same(a, b, tolerance=1e-6):
 @pytest.mark.parametrize(
     ("changes", "devices"),
     [
-        ({"parameters_host_fraction": 0.5, "optimizer_host_fraction": 0.5, "placement": "full"}, 1),
+        pytest.param(
+            {"parameters_host_fraction": 0.5, "optimizer_host_fraction": 0.5, "placement": "full"},
+            1,
+            marks=pytest.mark.slow,
+        ),
         ({"parameters_host_fraction": 1.0, "optimizer_host_fraction": 1.0, "mesh": "fsdp=2,tensor=2"}, 4),
         ({"optimizer_host_fraction": 1.0, "accumulate": 2, "accumulate_on": "host"}, 1),
     ],
