@@ -13,7 +13,7 @@ from forebay.planner.solve import DEFAULT_TIME_LIMIT_S, solve
 from forebay.units import format_bytes, format_seconds
 
 MAX_COMPILES = 5
-GAIN = 2e-3
+GAIN = 5e-3
 """A plan that is faster by less than this share is not worth another compile."""
 MARGIN = 0.015
 """The share of the budget that the first plan leaves free. The estimate is off by 1 % in the median, and a plan that

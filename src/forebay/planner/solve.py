@@ -26,7 +26,7 @@ from forebay.planner.problem import COPY_SLOTS, LayerProblem, Predicted, Problem
 
 DEFAULT_TIME_LIMIT_S = 20.0
 RELATIVE_GAP = 1e-3
-"""The solver stops when no plan can be faster by more than this share: half of what a compile is worth."""
+"""The solver stops when no plan can be faster by more than this share: less than what a compile is worth."""
 _GIB = float(2**30)
 
 
