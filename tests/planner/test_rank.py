@@ -61,3 +61,13 @@ def test_without_timelines_there_is_nothing_to_rank():
     found = search(fake(PROBLEM), compiler, margin=0)
     assert rank(found, fake(PROBLEM), compiler, variants=2, max_compiles=5, time_limit_s=5) == []
     assert len(compiler.asked) == found.compiles
+
+
+def test_nothing_on_the_host_leaves_no_optimizer_state_there_either():
+    problem = dataclasses.replace(PROBLEM, state_sizes=(GIB // 4, GIB // 4), state_host_fraction=0.5)
+    compiler = Timed(problem, 1.0, 0.1)
+    found, candidates = ranked(compiler, problem)
+    assert found.decision.state_host_fraction == 0.5
+    (nothing,) = (c for c in candidates if c.name == "nothing on the host")
+    assert nothing.found.decision.state_host_fraction == 0.0 and nothing.found.decision in compiler.asked
+    assert not any(p.names("host") for p in nothing.found.placements)

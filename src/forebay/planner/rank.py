@@ -12,7 +12,7 @@ from forebay.planner.build import Costed
 from forebay.planner.search import FAILURES, Compile, Decision, Found, choose
 from forebay.units import format_seconds
 
-WORTH = 1.15
+WORTH = 1.10
 """A candidate that the account has more than this much slower than the plan is not compiled."""
 
 
@@ -47,7 +47,7 @@ def rank(
         return []
     problem = found.problem
     others = {
-        "nothing on the host": {"host_budget": 0.0},
+        "nothing on the host": {"host_budget": 0.0, "state_host_fraction": 0.0},
         "links of half the rate": {
             "d2h_bytes_per_s": problem.d2h_bytes_per_s / 2,
             "h2d_bytes_per_s": problem.h2d_bytes_per_s / 2,
@@ -59,15 +59,16 @@ def rank(
         choice = choose(costed, dataclasses.replace(problem, **changes), variants=variants, time_limit_s=time_limit_s)
         if choice is None or choice[0] in seen or compiles >= max_compiles:
             continue
-        placements = choice[0]
-        predicted, _ = costed.predict(placements, problem)
+        placements, fraction = choice[0], choice[2].state_host_fraction
+        placed = dataclasses.replace(problem, state_host_fraction=fraction)
+        predicted, _ = costed.predict(placements, placed)
         if predicted.step_s > WORTH * found.predicted.step_s:
             continue
         seen.add(placements)
         progress(f"compiling a candidate: {name}, {format_seconds(predicted.step_s)} a step")
         compiles += 1
         try:
-            measured = compile_plan(Decision(placements, found.decision.state_host_fraction))
+            measured = compile_plan(Decision(placements, fraction or 0.0))
         except FAILURES as error:
             progress(f"passed over: {error}")
             continue
@@ -81,7 +82,12 @@ def rank(
                 predicted, device_bytes=float(measured.device_bytes), host_bytes=float(measured.host_bytes)
             )
             candidates.append(
-                Candidate(name, dataclasses.replace(found, placements=placements, predicted=exact, measured=measured))
+                Candidate(
+                    name,
+                    dataclasses.replace(
+                        found, placements=placements, predicted=exact, problem=placed, measured=measured
+                    ),
+                )
             )
     candidates = [
         dataclasses.replace(c, found=dataclasses.replace(c.found, compiles=compiles)) for c in candidates
