@@ -1,12 +1,8 @@
 """DeepSeek-V3 directories in and out; the references were computed by transformers (`fixtures/make_deepseek_logits.py`)."""
 
 import dataclasses
-import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from families import (
+    assert_bit_equal,
+    edit_config,
+    edit_tensors,
+    error_of,
+    logits_by_transformers,
+    parts,
+    random_weights,
+    relative_error,
+)
+from safetensors.numpy import load_file
 
-from forebay.errors import UserError
 from forebay.models.deepseek import PRESETS, DeepSeekConfig, Yarn, hugging_face, model
-from forebay.sharding import single_device
 
 FIXTURES = Path(__file__).parent / "fixtures"
 YARN, PLAIN = FIXTURES / "deepseek-yarn", FIXTURES / "deepseek-plain"
@@ -36,53 +40,14 @@ def config_of(directory):
     return dataclasses.replace(hugging_face.config_from_hf(directory), mtp=False)
 
 
-def parts(config):
-    return model.Parts(config, single_device(), "blockwise", "blockwise")
-
-
 def logits(weights, config, tokens):
-    return np.asarray(model.logits(weights, jnp.asarray(tokens), parts=parts(config), dtype=jnp.float32))
-
-
-def random_weights(config):
-    rng = np.random.default_rng(0)
-    draw = lambda shape: jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, model.shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-
-
-def relative_error(actual, expected):
-    return np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max()
-
-
-def assert_bit_equal(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(e), err_msg=jax.tree_util.keystr(path))
+    return np.asarray(model.logits(weights, jnp.asarray(tokens), parts=parts(model, config), dtype=jnp.float32))
 
 
 @pytest.fixture
 def copy(tmp_path):
     """A copy of a fixture to damage."""
     return lambda source=YARN: Path(shutil.copytree(source, tmp_path / "model"))
-
-
-def edit_tensors(directory, change):
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
-
-
-def edit_config(directory, **keys):
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
-
-
-def error_of(function, *args, **kwargs):
-    with pytest.raises(UserError) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # --- equal to transformers --------------------------------------------------------------------------
@@ -112,7 +77,7 @@ def test_logits_and_choices_equal_those_of_transformers(directory, monkeypatch):
 
     @jax.jit
     def run(weights):
-        return model.logits(weights, tokens, parts=parts(config), dtype=jnp.float32), chosen
+        return model.logits(weights, tokens, parts=parts(model, config), dtype=jnp.float32), chosen
 
     found, chosen = run(weights)
     np.testing.assert_array_equal(np.sort(np.asarray(chosen), axis=-1), reference["experts"])
@@ -139,30 +104,12 @@ def test_saving_gives_the_tensors_that_transformers_wrote(directory, tmp_path):
         np.testing.assert_array_equal(ours[name], value, err_msg=name)
 
 
-READ_WITH_TRANSFORMERS = """
-import sys, numpy, torch, transformers
-directory, tokens, out = sys.argv[1:]
-deepseek, report = transformers.DeepseekV3ForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-assert not any(report.values()), report
-with torch.no_grad():
-    numpy.save(out, deepseek.eval()(torch.from_numpy(numpy.load(tokens)).long()).logits.numpy())
-"""
-
-
 def test_transformers_computes_the_same_from_what_we_save(tmp_path):
-    # PyTorch may live in an environment of its own: FOREBAY_TORCH_PYTHON names its interpreter
-    python = os.environ.get("FOREBAY_TORCH_PYTHON")
-    if python is None:
-        if not all(importlib.util.find_spec(package) for package in ("torch", "transformers")):
-            pytest.skip("torch and transformers are not installed here and FOREBAY_TORCH_PYTHON names no interpreter")
-        python = sys.executable
-    weights = random_weights(YARN_CONFIG)
+    weights = random_weights(model, YARN_CONFIG)
     tokens = np.random.default_rng(0).integers(YARN_CONFIG.vocab, size=(2, 40)).astype(np.int32)
     hugging_face.save(weights, YARN_CONFIG, tmp_path / "m", dtype=jnp.float32, max_shard_bytes=100_000)
-    np.save(tmp_path / "tokens.npy", tokens)
-    arguments = [str(tmp_path / name) for name in ("m", "tokens.npy", "theirs.npy")]
-    subprocess.run([python, "-c", READ_WITH_TRANSFORMERS, *arguments], check=True)
-    assert relative_error(logits(weights, YARN_CONFIG, tokens), np.load(tmp_path / "theirs.npy")) < 1e-4
+    theirs = logits_by_transformers("DeepseekV3ForCausalLM", tmp_path / "m", tokens, tmp_path)
+    assert relative_error(logits(weights, YARN_CONFIG, tokens), theirs) < 1e-4
 
 
 # --- in and out -------------------------------------------------------------------------------------
@@ -170,7 +117,7 @@ def test_transformers_computes_the_same_from_what_we_save(tmp_path):
 
 def test_all_weights_come_back_bit_equal_with_the_prediction_layer(tmp_path):
     config = dataclasses.replace(YARN_CONFIG, mtp=True)
-    weights = random_weights(config)
+    weights = random_weights(model, config)
     hugging_face.save(weights, config, tmp_path / "m", dtype=jnp.float32)
     assert hugging_face.config_from_hf(tmp_path / "m") == config
     assert_bit_equal(hugging_face.load(tmp_path / "m"), weights)
@@ -187,7 +134,7 @@ def test_all_weights_come_back_bit_equal_with_the_prediction_layer(tmp_path):
 
 def test_the_two_halves_of_the_prediction_layers_projection(tmp_path):
     config = dataclasses.replace(YARN_CONFIG, mtp=True)
-    weights = random_weights(config)
+    weights = random_weights(model, config)
     hugging_face.save(weights, config, tmp_path / "m", dtype=jnp.float32)
     stored = load_file(tmp_path / "m" / "model.safetensors")["model.layers.3.eh_proj.weight"]
     token, hidden = np.random.default_rng(1).normal(size=(2, 32)).astype(np.float32)

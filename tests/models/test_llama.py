@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import random_weights
 
 from forebay.errors import UserError
 from forebay.models.llama import PRESETS, LlamaConfig, RopeScaling, model
@@ -14,13 +15,6 @@ from forebay.models.rope import apply_rope, rope_frequencies, rope_tables
 from forebay.sharding import single_device
 
 SMALL = LlamaConfig(vocab=32, embed=24, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=40, rope_theta=100.0)
-
-
-def random_weights(config):
-    """Large enough for attention to be far from uniform."""
-    rng = np.random.default_rng(0)
-    draw = lambda shape: jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, model.shapes(config), is_leaf=lambda x: isinstance(x, tuple))
 
 
 def logits(weights, config, tokens):
@@ -141,7 +135,7 @@ def test_rope_turns_the_two_halves_by_position_times_frequency():
 
 
 def test_a_later_token_changes_nothing_before_it():
-    weights = random_weights(SMALL)
+    weights = random_weights(model, SMALL)
     tokens = np.arange(16)[None] % SMALL.vocab
     changed = tokens.copy()
     changed[0, 9] = 31
@@ -151,7 +145,7 @@ def test_a_later_token_changes_nothing_before_it():
 
 
 def test_sequences_of_a_batch_do_not_see_each_other():
-    weights = random_weights(SMALL)
+    weights = random_weights(model, SMALL)
     tokens = np.random.default_rng(0).integers(SMALL.vocab, size=(3, 8))
     together = logits(weights, SMALL, tokens)
     for row in range(3):
@@ -159,7 +153,7 @@ def test_sequences_of_a_batch_do_not_see_each_other():
 
 
 def test_grouped_queries_are_as_many_heads_with_keys_and_values_repeated():
-    weights = random_weights(SMALL)
+    weights = random_weights(model, SMALL)
     repeat = lambda w: jnp.repeat(w, 2, axis=2)  # noqa: E731
     layers = dataclasses.replace(
         weights.layers, key_DGK=repeat(weights.layers.key_DGK), value_DGK=repeat(weights.layers.value_DGK)
@@ -171,7 +165,7 @@ def test_grouped_queries_are_as_many_heads_with_keys_and_values_repeated():
 
 
 def test_a_tied_head_is_the_embedding():
-    weights = random_weights(SMALL)
+    weights = random_weights(model, SMALL)
     untied = dataclasses.replace(weights, head_DV=weights.embedding_VD.T)
     tied = dataclasses.replace(weights, head_DV=None)
     tokens = np.arange(12)[None]
@@ -181,7 +175,7 @@ def test_a_tied_head_is_the_embedding():
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_the_logits_where_targets_count():
-    weights = random_weights(SMALL)
+    weights = random_weights(model, SMALL)
     rng = np.random.default_rng(0)
     inputs, targets = rng.integers(SMALL.vocab, size=(2, 2, 16))
     targets[0, 3:9] = -1

@@ -1,19 +1,25 @@
 """Hugging Face directories in and out; the references were computed by transformers (`fixtures/make_llama_logits.py`)."""
 
 import dataclasses
-import importlib.util
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import (
+    assert_bit_equal,
+    assert_same_file,
+    edit_config,
+    edit_tensors,
+    error_of,
+    logits_by_transformers,
+    random_weights,
+    relative_error,
+)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -40,25 +46,6 @@ def logits(weights, config, tokens):
     return model.logits(weights, jnp.asarray(tokens), config=config, sharding=single_device(), dtype=jnp.float32)
 
 
-def random_weights(config):
-    """Large enough for attention to be far from uniform."""
-    rng = np.random.default_rng(0)
-    shapes = model.shapes(config)
-    draw = lambda shape: jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
-
-
-def relative_error(actual, expected):
-    return np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max()
-
-
-def assert_bit_equal(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == e.dtype, path
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(e), err_msg=jax.tree_util.keystr(path))
-
-
 @pytest.fixture
 def copy(tmp_path):
     """A copy of a fixture to damage."""
@@ -67,28 +54,6 @@ def copy(tmp_path):
         return Path(shutil.copytree(source, tmp_path / "model"))
 
     return make
-
-
-def edit_tensors(directory, change):
-    """`change` edits a dictionary of the stored arrays."""
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
-
-
-def edit_config(directory, **keys):
-    """Sets keys of config.json; a value of `...` takes the key away."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | keys
-    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-
-
-def error_of(function, *args, **kwargs):
-    with pytest.raises(UserError) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # --- equal to transformers --------------------------------------------------------------------------
@@ -112,38 +77,17 @@ def test_the_reference_is_long_enough_to_see_the_scaling_of_rope():
 def test_saving_gives_the_tensors_that_transformers_wrote(case, tmp_path):
     config = hugging_face.config_from_hf(FIXTURES / case)
     hugging_face.save(hugging_face.load(FIXTURES / case), config, tmp_path / "out", dtype=jnp.float32)
-    ours, theirs = (load_file(d / "model.safetensors") for d in (tmp_path / "out", FIXTURES / case))
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        np.testing.assert_array_equal(ours[name], value, err_msg=name)
-
-
-READ_WITH_TRANSFORMERS = """
-import sys, numpy, torch, transformers
-directory, tokens, out = sys.argv[1:]
-llama, report = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-assert not any(report.values()), report
-with torch.no_grad():
-    numpy.save(out, llama.eval()(torch.from_numpy(numpy.load(tokens)).long()).logits.numpy())
-"""
+    assert_same_file(tmp_path / "out", FIXTURES / case)
 
 
 @pytest.mark.parametrize(("case", "max_shard_bytes"), [(CASES[0], 20_000), (CASES[1], 5e9), (CASES[2], 5e9)])
 def test_transformers_computes_the_same_from_what_we_save(case, max_shard_bytes, tmp_path):
-    # PyTorch may live in an environment of its own: FOREBAY_TORCH_PYTHON names its interpreter
-    python = os.environ.get("FOREBAY_TORCH_PYTHON")
-    if python is None:
-        if not all(importlib.util.find_spec(package) for package in ("torch", "transformers")):
-            pytest.skip("torch and transformers are not installed here and FOREBAY_TORCH_PYTHON names no interpreter")
-        python = sys.executable
     config = hugging_face.config_from_hf(FIXTURES / case)
-    weights = random_weights(config)
+    weights = random_weights(model, config)
     tokens = np.random.default_rng(0).integers(config.vocab, size=(2, 40)).astype(np.int32)
-    np.save(tmp_path / "tokens.npy", tokens)
     hugging_face.save(weights, config, tmp_path / "out", dtype=jnp.float32, max_shard_bytes=max_shard_bytes)
-    command = [python, "-c", READ_WITH_TRANSFORMERS, *(tmp_path / n for n in ("out", "tokens.npy", "logits.npy"))]
-    subprocess.run(command, check=True)
-    assert relative_error(logits(weights, config, tokens), np.load(tmp_path / "logits.npy")) < 1e-4
+    theirs = logits_by_transformers("LlamaForCausalLM", tmp_path / "out", tokens, tmp_path)
+    assert relative_error(logits(weights, config, tokens), theirs) < 1e-4
 
 
 def test_files_are_marked_as_transformers_4_demands(tmp_path):
@@ -160,14 +104,14 @@ def test_files_are_marked_as_transformers_4_demands(tmp_path):
 @pytest.mark.parametrize("max_shard_bytes", [5e9, 20_000])
 def test_what_is_saved_loads_bit_equal(case, max_shard_bytes, tmp_path):
     config = hugging_face.config_from_hf(FIXTURES / case)
-    weights = random_weights(config)
+    weights = random_weights(model, config)
     hugging_face.save(weights, config, tmp_path / "out", dtype=jnp.float32, max_shard_bytes=max_shard_bytes)
     assert hugging_face.config_from_hf(tmp_path / "out") == config
     assert_bit_equal(hugging_face.load(tmp_path / "out", config), weights)
 
 
 def test_shards_are_no_larger_than_asked_and_the_index_names_them_all(tmp_path):
-    weights = random_weights(SCALED_CONFIG)
+    weights = random_weights(model, SCALED_CONFIG)
     # the largest tensor is 64 x 64 float32, 16384 bytes
     hugging_face.save(weights, SCALED_CONFIG, tmp_path / "out", dtype=jnp.float32, max_shard_bytes=20_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -185,7 +129,7 @@ def test_shards_are_no_larger_than_asked_and_the_index_names_them_all(tmp_path):
 
 
 def test_a_tensor_larger_than_a_shard_has_a_file_of_its_own(tmp_path):
-    weights = random_weights(SCALED_CONFIG)
+    weights = random_weights(model, SCALED_CONFIG)
     hugging_face.save(weights, SCALED_CONFIG, tmp_path / "out", max_shard_bytes=1)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3 + 9 * 3  # 3 outside the layers, 9 in each of 3
     assert_bit_equal(hugging_face.load(tmp_path / "out", dtype=jnp.bfloat16), to(jnp.bfloat16, weights))
@@ -196,7 +140,7 @@ def to(dtype, weights):
 
 
 def test_bfloat16_is_what_is_saved_by_default_and_is_read_exactly(tmp_path):
-    weights = random_weights(SCALED_CONFIG)
+    weights = random_weights(model, SCALED_CONFIG)
     hugging_face.save(weights, SCALED_CONFIG, tmp_path / "out")
     assert {t.dtype.name for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {"bfloat16"}
     rounded = to(jnp.bfloat16, weights)

@@ -2,13 +2,8 @@
 (`fixtures/make_moe_logits.py`)."""
 
 import dataclasses
-import functools
-import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import (
+    assert_bit_equal,
+    assert_same_file,
+    edit_config,
+    error_of,
+    logits_by_transformers,
+    parts,
+    quick_jit,
+    random_weights,
+    relative_error,
+)
 from safetensors.numpy import load_file, save_file
 
-from forebay.errors import UserError
 from forebay.models.moe import PRESETS, MoeConfig, hugging_face, model
 from forebay.models.stacked import plain_scan
-from forebay.sharding import single_device
 
 FIXTURES = Path(__file__).parent / "fixtures"
 QWEN, MIXTRAL = FIXTURES / "moe-qwen3", FIXTURES / "moe-mixtral"
 BOTH = pytest.mark.parametrize("directory", [QWEN, MIXTRAL], ids=["qwen3", "mixtral"])
-
-# Programs that run once: LLVM's optimisations would take longer than they save.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 # the sizes in the script that made the fixtures
 CONFIGS = {
@@ -43,47 +44,14 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def parts(config):
-    return model.Parts(config, single_device(), "blockwise", "blockwise")
-
-
 def logits(weights, config, tokens):
-    return np.asarray(model.logits(weights, jnp.asarray(tokens), parts=parts(config), dtype=jnp.float32))
-
-
-def random_weights(config):
-    rng = np.random.default_rng(0)
-    draw = lambda shape: jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, model.shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-
-
-def relative_error(actual, expected):
-    return np.abs(np.asarray(actual) - expected).max() / np.abs(expected).max()
-
-
-def assert_bit_equal(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(e), err_msg=jax.tree_util.keystr(path))
+    return np.asarray(model.logits(weights, jnp.asarray(tokens), parts=parts(model, config), dtype=jnp.float32))
 
 
 @pytest.fixture
 def copy(tmp_path):
     """A copy of a fixture to change."""
     return lambda source: Path(shutil.copytree(source, tmp_path / "model"))
-
-
-def edit_config(directory, **keys):
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
-
-
-def error_of(function, *args, **kwargs):
-    with pytest.raises(UserError) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # --- equal to transformers --------------------------------------------------------------------------
@@ -114,7 +82,7 @@ def test_logits_and_choices_equal_those_of_transformers(directory, monkeypatch):
 
     @jax.jit
     def run(weights):
-        return model.logits(weights, tokens, parts=parts(config), dtype=jnp.float32), chosen
+        return model.logits(weights, tokens, parts=parts(model, config), dtype=jnp.float32), chosen
 
     found, chosen = run(weights)
     np.testing.assert_array_equal(np.sort(np.asarray(chosen), axis=-1), reference["experts"])
@@ -131,7 +99,7 @@ def test_the_loss_and_the_routers_gradients_equal_those_of_transformers(director
 
     def loss(weights):
         return model.loss(
-            weights, {"inputs": tokens, "targets": targets}, parts=parts(config), chunking="tokens",
+            weights, {"inputs": tokens, "targets": targets}, parts=parts(model, config), chunking="tokens",
             scan_layers=plain_scan, dtype=jnp.float32,
         )  # fmt: skip
 
@@ -166,38 +134,18 @@ def test_the_references_see_what_a_configuration_can_get_wrong(directory, wrong)
 @BOTH
 def test_saving_gives_the_tensors_that_transformers_wrote(directory, tmp_path):
     hugging_face.save(hugging_face.load(directory), CONFIGS[directory], tmp_path / "out", dtype=jnp.float32)
-    ours, theirs = (load_file(d / "model.safetensors") for d in (tmp_path / "out", directory))
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        np.testing.assert_array_equal(ours[name], value, err_msg=name)
-
-
-READ_WITH_TRANSFORMERS = """
-import sys, numpy, torch, transformers
-directory, tokens, out = sys.argv[1:]
-model, report = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-assert not any(report.values()), report
-with torch.no_grad():
-    numpy.save(out, model.eval()(torch.from_numpy(numpy.load(tokens)).long()).logits.numpy())
-"""
+    assert_same_file(tmp_path / "out", directory)
 
 
 @BOTH
 def test_transformers_computes_the_same_from_what_we_save(directory, tmp_path):
-    # PyTorch may live in an environment of its own: FOREBAY_TORCH_PYTHON names its interpreter
-    python = os.environ.get("FOREBAY_TORCH_PYTHON")
-    if python is None:
-        if not all(importlib.util.find_spec(package) for package in ("torch", "transformers")):
-            pytest.skip("torch and transformers are not installed here and FOREBAY_TORCH_PYTHON names no interpreter")
-        python = sys.executable
     config = dataclasses.replace(CONFIGS[directory], rope_theta=300.0)
-    weights = random_weights(config)
+    weights = random_weights(model, config)
     tokens = np.random.default_rng(0).integers(config.vocab, size=(2, 40)).astype(np.int32)
     hugging_face.save(weights, config, tmp_path / "m", dtype=jnp.float32, max_shard_bytes=100_000)
-    np.save(tmp_path / "tokens.npy", tokens)
-    arguments = [str(tmp_path / name) for name in ("m", "tokens.npy", "theirs.npy")]
-    subprocess.run([python, "-c", READ_WITH_TRANSFORMERS, *arguments], check=True)
-    assert relative_error(logits(weights, config, tokens), np.load(tmp_path / "theirs.npy")) < 1e-4
+    name = "Qwen3MoeForCausalLM" if config.qk_norm else "MixtralForCausalLM"
+    theirs = logits_by_transformers(name, tmp_path / "m", tokens, tmp_path)
+    assert relative_error(logits(weights, config, tokens), theirs) < 1e-4
 
 
 # --- in and out -------------------------------------------------------------------------------------
@@ -206,7 +154,7 @@ def test_transformers_computes_the_same_from_what_we_save(directory, tmp_path):
 @BOTH
 def test_all_weights_come_back_bit_equal(directory, tmp_path):
     config = dataclasses.replace(CONFIGS[directory], balance_factor=0.0)
-    weights = random_weights(config)
+    weights = random_weights(model, config)
     hugging_face.save(weights, config, tmp_path / "m", dtype=jnp.float32, max_shard_bytes=50_000)
     assert len(list((tmp_path / "m").glob("*.safetensors"))) > 2
     assert hugging_face.config_from_hf(tmp_path / "m") == config
@@ -312,5 +260,5 @@ def test_weights_of_another_model_are_refused(copy):
 
 def test_what_neither_model_is_cannot_be_saved(tmp_path):
     config = dataclasses.replace(CONFIGS[MIXTRAL], normalise_weights=False)
-    assert "normalise_weights" in error_of(hugging_face.save, random_weights(config), config, tmp_path / "m")
+    assert "normalise_weights" in error_of(hugging_face.save, random_weights(model, config), config, tmp_path / "m")
     assert not (tmp_path / "m").exists()

@@ -89,7 +89,7 @@ def test_a_jitted_function_stores_for_each_caller_what_that_caller_needs(equatio
 def test_both_forward_passes_of_a_jitted_function_before_both_backward_passes(first, second):
     args = (X, WEIGHTS, CONSTANT)
     loss = jax.jit(
-        lambda *a: summed(scan_layers(block, place((0, 1, {"v": "host"}), (1, LAYERS, {"*": "device"})), *a))
+        lambda *a: summed(scan_layers(block, place((0, 2, {"v": "host"}), (2, LAYERS, {"*": "device"})), *a))
     )
     expected = jax.grad(lambda *a: summed(plain(block, *a)), (0, 1, 2))(*args)
 

@@ -150,8 +150,8 @@ def test_the_references_use_everything_that_they_are_differentiated_by():
 
 # ------------------------------------------------------------------ what is done to the program
 
-PLAN = place((0, 1, {"h": "host"}), (1, 3, {"h": "device", "mixed": "host"}), (3, 4, {"*": "device"}))
-LAYERS = 4
+PLAN = place((0, 2, {"h": "host"}), (2, 4, {"h": "device", "mixed": "host"}), (4, 5, {"*": "device"}))
+LAYERS = 5
 
 
 def loss_of(scan):
