@@ -1,6 +1,6 @@
 """Windows of the copies between device and host: forebay's layer scan against the stock scan, compiled only.
 
-    .venv/bin/python benchmarks/overlap/run.py [--platform cuda|tpu] [--hardware gb200] [--model llama3.1-8b] [--again]
+    .venv/bin/python benchmarks/overlap/run.py [--platform cuda|tpu] [--hardware gb200] [--model llama3.1-8b] [--again] [--both]
 
 Nothing runs on a device. Each case is a whole training step of Llama 3.1 (8192 tokens and one sequence per
 device, FSDP) compiled for machines that are not there, in a process of its own, in three ways:
@@ -250,6 +250,9 @@ def main() -> None:
     parser.add_argument("--hardware", help="only one machine")
     parser.add_argument("--model", help="only one model")
     parser.add_argument("--again", action="store_true", help="compile what there are rows of already, too")
+    parser.add_argument(
+        "--both", action="store_true", help="on TPUs compile the second order where it is not needed, too"
+    )
     parser.add_argument("--case", nargs=5, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -272,7 +275,8 @@ def main() -> None:
             for way in ways:
                 if way not in there:
                     rows.append(row(*group, way) | {"run": run})
-                if way == first and second not in there and _is_open([*stored(), *rows], group):
+                wanted_too = platform == "tpu" and way == first and second not in there
+                if wanted_too and (arguments.both or _is_open([*stored(), *rows], group)):
                     ways.append(second)
             if rows:
                 merge(rows)
@@ -293,22 +297,11 @@ def _is_open(rows: list[dict[str, Any]], group: tuple[Any, ...]) -> bool:
 
 def ordered(placement: str) -> list[str]:
     """The ways of forebay's two orders, as they are tried."""
+    from forebay.models.llama.model import ACTIVATIONS
     from forebay.planner.placement import parse_placement
     from forebay.xla.order import orders
 
-    carried = {
-        "layers": (
-            "decoder_layer_input",
-            "query_proj",
-            "key_proj",
-            "value_proj",
-            "context",
-            "out_proj",
-            "mlpwi_0",
-            "mlpwi_1",
-        )
-    }
-    (parsed,) = parse_placement(placement, {"layers": 2}, carried)
+    (parsed,) = parse_placement(placement, {"layers": 2}, {"layers": ACTIVATIONS})
     return [ROW_MAJOR if row_major else ANY_ORDER for row_major in orders(len(parsed.names("host")))]
 
 
@@ -335,10 +328,9 @@ def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         first, second = ordered(row["placement"])
-        tried = [r for r in rows if _group(r) == _group(row) and r["way"] in (first, second)]
-        tried.sort(key=lambda r: r["way"] == second)
-        if tried and tried[0]["way"] == first and not trial(tried[0]).is_open:
-            tried = tried[:1]  # the second may be there from a time when it was tried
+        there = [r for r in rows if _group(r) == _group(row) and r["way"] in (first, second)]
+        there.sort(key=lambda r: r["way"] == second)
+        tried = there if not there or trial(there[0]).is_open else there[:1]  # the second may be there by `--both`
         if row["way"] not in (first, second):
             found.append(row)
         elif row not in tried:
@@ -346,7 +338,7 @@ def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif trial(row) == better(map(trial, tried)):
             others = [
                 f"; {o['step_time_s']:.2f} s {o['way'].split('(')[1]}"
-                for o in tried
+                for o in there
                 if o is not row and "step_time_s" in o
             ]
             name = row["way"].removesuffix(")") + "".join(others).removesuffix(")") + ")"

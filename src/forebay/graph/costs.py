@@ -335,9 +335,7 @@ def _kernels(inner: Analysis, times: int) -> tuple[Cost, ...]:
             return 0.0
         seen.add(value)
         op = made.get(value)
-        if op is not None and op.primitive in _INDEXED:
-            return float(inner.num_bytes[value])
-        if op is None or value in written:
+        if op is None or value in written or op.primitive in _INDEXED:
             return float(inner.num_bytes[value])
         return sum(reads(i, seen) for i in op.inputs)
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 from forebay.planner.build import Costed
-from forebay.planner.search import FAILURES, Compile, Decision, Found, choose
+from forebay.planner.search import FAILURES, Compile, Found, choose, decision_of
 from forebay.units import format_seconds
 
 WORTH = 1.10
@@ -53,22 +53,24 @@ def rank(
             "h2d_bytes_per_s": problem.h2d_bytes_per_s / 2,
         },
     }
-    candidates, seen = [Candidate("the planner's own", found)], {found.placements}
+    candidates, seen = [Candidate("the planner's own", found)], {found.decision}
     compiles = found.compiles
     for name, changes in others.items():
         choice = choose(costed, dataclasses.replace(problem, **changes), variants=variants, time_limit_s=time_limit_s)
-        if choice is None or choice[0] in seen or compiles >= max_compiles:
+        if choice is None or compiles >= max_compiles:
             continue
-        placements, fraction = choice[0], choice[2].state_host_fraction
-        placed = dataclasses.replace(problem, state_host_fraction=fraction)
+        decision, placements = decision_of(choice), choice[0]
+        if decision in seen:
+            continue
+        placed = dataclasses.replace(problem, state_host_fraction=decision.state_host_fraction)
         predicted, _ = costed.predict(placements, placed)
         if predicted.step_s > WORTH * found.predicted.step_s:
             continue
-        seen.add(placements)
+        seen.add(decision)
         progress(f"compiling a candidate: {name}, {format_seconds(predicted.step_s)} a step")
         compiles += 1
         try:
-            measured = compile_plan(Decision(placements, fraction or 0.0))
+            measured = compile_plan(decision)
         except FAILURES as error:
             progress(f"passed over: {error}")
             continue

@@ -184,7 +184,7 @@ def search(
         if choice is None and best is None and compile_plan is not None:
             # the account may be too large, or what a compile taught may not hold for all plans: let the compiler say
             choice = _nearly(costed, problem)
-            choice = None if choice is not None and _decision(choice) in compiled else choice
+            choice = None if choice is not None and decision_of(choice) in compiled else choice
         if choice is None:
             if best is not None:
                 return dataclasses.replace(best, compiles=len(compiled), notes=notes)
@@ -192,7 +192,7 @@ def search(
                 raise failure
             raise InfeasibleError(_never_fitted(compiled, problem) if compiled else explain_infeasible(costed, problem))
         placements, predicted, corrected, gap = choice
-        decision = _decision(choice)
+        decision = decision_of(choice)
         if compile_plan is None:
             return Found(placements, predicted, corrected, gap, None, 0, False)
         repeated = decision in compiled and (best is None or decision != best.decision)
@@ -235,7 +235,7 @@ def search(
             )
 
 
-def _decision(choice: Choice) -> Decision:
+def decision_of(choice: Choice) -> Decision:
     return Decision(choice[0], choice[2].state_host_fraction or 0.0)
 
 
