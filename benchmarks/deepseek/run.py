@@ -31,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+from experts import expert_flops  # noqa: E402
+
 DEVICES, MESH, SEQ = 128, "fsdp=16,expert=8", 4096
 BATCHES = (1, 2, 4, 6, 8)
 POLICIES = ("full", "saved", "recipe", "plan")
@@ -159,19 +162,6 @@ def attention_s(module: Any) -> dict[str, float]:
         if e.kind == "work" and e.loop in loops:
             spent[e.op.phase] = spent.get(e.op.phase, 0.0) + e.count * e.seconds
     return spent
-
-
-def expert_flops(module: Any) -> float:
-    """FLOPs of a step in the experts' kernels."""
-    from forebay.xla.flops import FlopCounter
-
-    class Experts(FlopCounter):
-        def instruction(self, instruction: Any) -> float:
-            if instruction.opcode in ("dot", "convolution") or instruction.opcode.startswith("custom-call"):
-                return super().instruction(instruction) if "/grouped_" in instruction.rest else 0.0
-            return super().instruction(instruction)
-
-    return Experts(module).computation(module.entry)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "deepseek"))
+sys.path.insert(0, str(HERE.parent))
+from experts import expert_flops  # noqa: E402
+
 SEQ, GiB = 4096, 2**30
 # model, hardware, devices, mesh, batch, placement; an empty one is planned
 CASES = (
@@ -35,8 +37,6 @@ CASES = (
 
 def one(number: int) -> dict[str, Any]:
     """One case, compiled in this process."""
-    from run import expert_flops  # pyright: ignore[reportMissingImports]
-
     from forebay.hardware import get_hardware
     from forebay.timeline.compare import of_compiled
     from forebay.train.config import ProgramConfig

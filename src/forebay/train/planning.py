@@ -244,12 +244,14 @@ def step_options(
     platform = program.sharding.mesh.devices.flat[0].platform
     limit_percent = None
     if hardware is not None and hardware.platform == "cuda":
-        step, args = step or program.jit_step(), (program.abstract_state, program.abstract_batch)
+        args, on_host = (program.abstract_state, program.abstract_batch), 0
+        if program.offloads:
+            on_host = offloaded_bytes((step or program.jit_step()).trace(*args).jaxpr, program.sharding.mesh.size)
         limit_percent = memory_limit_percent(
             hardware.hbm_bytes,
             hardware.usable_hbm_bytes(memory_fraction),
             argument_bytes(args, (program.state_shardings, program.batch_shardings), program.hosted_arguments()[0]),
-            offloaded_bytes(step.trace(*args).jaxpr, program.sharding.mesh.size),
+            on_host,
         )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
