@@ -4,7 +4,13 @@ import os
 
 # before anything imports jax
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# most of the tests' time is LLVM's, on programs that run for milliseconds: it is told not to optimize. XLA's own passes, which
+# decide on memory and order, are all there
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    + os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+)
 
 from collections.abc import Callable, Iterator
 from typing import Any
