@@ -106,16 +106,22 @@ class Instruction:
 
     def called(self, attribute: str) -> str | None:
         """The computation named by an attribute such as `body`, `condition` or `calls`."""
-        match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
-        return match[1] if match else None
+        if attribute not in self._called:
+            match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
+            self._called[attribute] = match[1] if match else None
+        return self._called[attribute]
 
-    @property
+    @functools.cached_property
+    def _called(self) -> dict[str, str | None]:
+        return {}
+
+    @functools.cached_property
     def tuple_index(self) -> int | None:
         """The index of a `get-tuple-element`."""
         match = re.search(r"\bindex=(\d+)", self.rest) if self.opcode == "get-tuple-element" else None
         return int(match[1]) if match else None
 
-    @property
+    @functools.cached_property
     def integer(self) -> int | None:
         """The value of a scalar integer constant."""
         match = re.match(r"(-?\d+)\)", self.rest) if self.opcode == "constant" else None

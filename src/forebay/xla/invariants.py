@@ -13,6 +13,7 @@ Numbers are another matter: only a run on the device proves them (`train.parity`
 """
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -170,6 +171,7 @@ class _WorkedOut:
     stride: int
 
     @classmethod
+    @functools.lru_cache(maxsize=1 << 12)  # each is asked for in every iteration
     def of(cls, sliced: Instruction) -> "_WorkedOut | None":
         found = _WORKED_OUT.search(sliced.rest)
         if found is None:
@@ -217,9 +219,8 @@ def _slice_of(module: Module, step: Step) -> tuple[int | None, str | None] | Non
 def _byte_offset(buffer: str, sizes: tuple[int, ...], indices: list[Value]) -> int | None:
     """Bytes from the start of a buffer, whose shape is given as text, to a slice of some sizes; None if unknown."""
     array = arrays_of(buffer)[0]
-    order = re.search(r"\{([\d,]*)", buffer)
-    minor_to_major = [int(d) for d in order[1].split(",") if d] if order else []
-    if not array.dims or sorted(minor_to_major) != list(range(len(array.dims))):
+    minor_to_major = _minor_to_major(buffer)
+    if not array.dims or len(minor_to_major) != len(array.dims):
         return None
     stride = array.num_bytes
     for dim in array.dims:
@@ -232,6 +233,14 @@ def _byte_offset(buffer: str, sizes: tuple[int, ...], indices: list[Value]) -> i
         offset += stride * max(0, min(index, array.dims[dim] - sizes[dim]))  # XLA keeps slices within their arrays
         stride *= array.dims[dim]
     return offset
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _minor_to_major(shape: str) -> tuple[int, ...]:
+    """The order of dimensions of an array's layout; () where there is none that names each once."""
+    order = re.search(r"\{([\d,]*)", shape)
+    found = tuple(int(d) for d in order[1].split(",") if d) if order else ()
+    return found if sorted(found) == list(range(len(found))) else ()
 
 
 def computes_on_host_memory(module: Module) -> list[str]:
