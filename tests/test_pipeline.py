@@ -149,12 +149,12 @@ def test_a_reverse_scan_is_planned_as_one_range():
     jax.eval_shape(forebay.apply(backwards, found), *program())
 
 
-def test_a_tpu_is_compiled_for_in_both_orders_of_stores_and_the_plan_gets_the_better(monkeypatch):
+def test_a_large_tpu_is_compiled_for_with_gathers_before_and_within_products_and_the_plan_gets_the_better(monkeypatch):
     asked = []
 
     def compiled(step, args, options, **rest):
-        asked.append("@LayoutConstraint" in step.trace(*args).lower(lowering_platforms=("tpu",)).as_text())
-        copy = Transfer("dot_0", "layers", "d2h", "loop", 2**20, L, 0.4 if asked[-1] else 1.0)
+        asked.append(options["xla_tpu_all_gather_collective_matmul_mode"] == "post_spmd")
+        copy = Transfer("dot_0", "layers", "d2h", "loop", 2**20, L, 1.0 if asked[-1] else 0.4)
         size = Bytes(2**20, 0, 0, 0)
         return SimpleNamespace(
             transfers=(copy,), violations=(), refused=None, device=size, host=size, compile_time_s=0.0, versions={},
@@ -163,12 +163,13 @@ def test_a_tpu_is_compiled_for_in_both_orders_of_stores_and_the_plan_gets_the_be
 
     monkeypatch.setattr("forebay.xla.compile.compile_hidden", compiled)
     monkeypatch.setattr(pipeline, "of_compiled", lambda *_: None)
+    monkeypatch.setattr("forebay.xla.gathers.are_reduced", lambda devices: devices[0].platform == "tpu")
     machine, base = forebay.get_hardware("v5p"), forebay.Plan((), hardware="v5p")
     parameters, x = program()
     compile_plan, _ = pipeline._compiler(loss, parameters, (x,), machine, None, None, base, machine.hbm_bytes)
     assert compile_plan is not None
     made = compile_plan(Decision((Placement("layers", (0, L), {"dot_0": "host"}),)))
-    assert asked == [True, False] and made.row_major is False
-    assert [n for n in made.notes if "in the compiler's own order" in n] == list(made.notes)
+    assert asked == [False, True] and made.collective_matmul is True
+    assert [n for n in made.notes if n.startswith("weights are gathered in pieces")] == list(made.notes)
     kept = compile_plan(Decision((Placement("layers", (0, L), {"dot_0": "device"}),)))
-    assert asked[2:] == [False] and kept.row_major is None, "nothing is stored"
+    assert asked[2:] == [False] and kept.collective_matmul is None, "nothing is stored"

@@ -1,6 +1,6 @@
 """Windows of the copies between device and host: forebay's layer scan against the stock scan, compiled only.
 
-    .venv/bin/python benchmarks/overlap/run.py [--platform cuda|tpu] [--hardware gb200] [--model llama3.1-8b] [--again] [--both]
+    .venv/bin/python benchmarks/overlap/run.py [--platform cuda|tpu] [--hardware gb200] [--model llama3.1-8b] [--again]
 
 Nothing runs on a device. Each case is a whole training step of Llama 3.1 (8192 tokens and one sequence per
 device, FSDP) compiled for machines that are not there, in a process of its own, in three ways:
@@ -8,8 +8,9 @@ device, FSDP) compiled for machines that are not there, in a process of its own,
 - stock: `jax.lax.scan` over `jax.checkpoint` with the same offload policy, and the options that any
   step gets (latency hiding scheduler), as a user without forebay would write it;
 - stock + options (TPUs; for GPUs see `parts.py`): the same program with the options that forebay chooses;
-- forebay: `forebay.scan_layers`, with these options. On TPUs it stores to the host in row-major order or the compiler's,
-  and where the first leaves copies exposed also in the other; the table has the one that `forebay.xla.order` keeps.
+- forebay: `forebay.scan_layers`, with these options. Where libtpu makes all-reduces of all-gathers, weights are gathered
+  before their products, and where that leaves copies exposed also in pieces; the table has the one that
+  `forebay.xla.gathers` keeps.
 
 A window is the share of one layer's matrix and attention FLOPs between a copy's start and its done; the
 figures are means over the copies in loops, weighted by bytes, and the smallest. TPU steps are compiled up to the
@@ -52,8 +53,8 @@ PLACEMENTS = {
     "typical": "minimal_offloaded,decoder_layer_input=host",
     "everything": "minimal_offloaded,decoder_layer_input=host,context=host",
 }
-ROW_MAJOR, ANY_ORDER = "forebay (row-major)", "forebay (any order)"
-WAYS = ("stock", "stock + options", "forebay", ROW_MAJOR, ANY_ORDER)
+IN_PIECES = "forebay (gathers in pieces)"
+WAYS = ("stock", "stock + options", "forebay", IN_PIECES)
 TPUS = ("v5e", "v5p", "v6e", "tpu7x")
 STORED = HERE / "results.json"
 GIB = 2**30
@@ -61,8 +62,6 @@ GIB = 2**30
 
 def build(model: str, hardware: str, devices: int, placement: str, way: str) -> tuple[Any, Any, dict[str, Any]]:
     """The machine, the program and the compiler options of one way of a case."""
-    import dataclasses
-
     import jax
 
     from forebay.hardware import get_hardware
@@ -82,14 +81,18 @@ def build(model: str, hardware: str, devices: int, placement: str, way: str) -> 
     machine = get_hardware(hardware)
     config = ProgramConfig(model=model, batch=devices, seq=8192, placement=placement)
     program = programs.make_program(config, compile_only_devices(machine, devices))
-    program = dataclasses.replace(program, plan=dataclasses.replace(program.plan, row_major=way != ANY_ORDER))
     limit = None
     if machine.platform == "cuda" and way != "stock":
         step, args = program.jit_step(), (program.abstract_state, program.abstract_batch)
         arguments = argument_bytes(args, (program.state_shardings, program.batch_shardings))
         host = offloaded_bytes(step.trace(*args).jaxpr, devices)
         limit = memory_limit_percent(machine.hbm_bytes, machine.usable_hbm_bytes(), arguments, host)
-    options = compiler_options(machine.platform, deviceless=True, offloads=way != "stock", memory_limit_percent=limit)
+    if machine.platform == "tpu" and way == "stock":
+        return machine, program, {}
+    options = compiler_options(
+        machine.platform, deviceless=True, offloads=way != "stock", memory_limit_percent=limit,
+        collective_matmul=way == IN_PIECES,
+    )  # fmt: skip
     return machine, program, options
 
 
@@ -209,7 +212,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         key = "cpu_s" if "cpu_s" in row else "compile_time_s"
         if stock is None or key not in stock or row.get("run") != stock.get("run"):
             return ""
-        return f"{row[key] / stock[key]:.2f}"
+        alone = f" ({row['cpu_alone_s'] / stock[key]:.2f} alone)" if "cpu_alone_s" in row else ""
+        return f"{row[key] / stock[key]:.2f}{alone}"
 
     def host(row: dict[str, Any]) -> str:
         there = get_hardware(row["hardware"]).host.memory_bytes_per_device
@@ -222,7 +226,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     ]
     names = {text: name for name, text in PLACEMENTS.items()}
     for r in rows:
-        unrolled = r["way"] != "forebay" or r["double_buffered"]
+        unrolled = r.get("double_buffered", True) or r["way"] != "forebay"
         start = (
             f"| {r['model']} | {r['devices']} x {r['hardware']} | {names[r['placement']]} | "
             f"{r['way']}{'' if unrolled else ' (not unrolled)'} | "
@@ -250,9 +254,6 @@ def main() -> None:
     parser.add_argument("--hardware", help="only one machine")
     parser.add_argument("--model", help="only one model")
     parser.add_argument("--again", action="store_true", help="compile what there are rows of already, too")
-    parser.add_argument(
-        "--both", action="store_true", help="on TPUs compile the second order where it is not needed, too"
-    )
     parser.add_argument("--case", nargs=5, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -263,11 +264,9 @@ def main() -> None:
         for model, hardware, devices in CASES:
             platform = "tpu" if hardware in TPUS else "cuda"
             wanted = (arguments.platform, platform), (arguments.hardware, hardware), (arguments.model, model)
-            first, second = ordered(placement)
-            ways = ["stock", "stock + options", first] if platform == "tpu" else ["stock", "forebay"]
+            ways = ["stock", "stock + options", "forebay"] if platform == "tpu" else ["stock", "forebay"]
             group = model, hardware, devices, placement
             there = {r["way"] for r in stored() if _group(r) == group and not arguments.again}
-            there -= set() if first in there else {second}  # which is tried where that leaves something open
             if any(w not in (None, has) for w, has in wanted):
                 continue
             # one after another, so that their compile times can be compared
@@ -275,9 +274,8 @@ def main() -> None:
             for way in ways:
                 if way not in there:
                     rows.append(row(*group, way) | {"run": run})
-                wanted_too = platform == "tpu" and way == first and second not in there
-                if wanted_too and (arguments.both or _is_open([*stored(), *rows], group)):
-                    ways.append(second)
+                if way == "forebay" and IN_PIECES not in there and _is_open([*stored(), *rows], group):
+                    ways.append(IN_PIECES)
             if rows:
                 merge(rows)
                 print("\n".join(table([r for r in stored() if _group(r) == group])[2:]), flush=True)
@@ -285,34 +283,25 @@ def main() -> None:
         merge([])
 
 
-def _is_way(row: dict[str, Any]) -> bool:
-    return (row["way"] == "forebay") != (row["hardware"] in TPUS) or row["way"] in ("stock", "stock + options")
-
-
 def _is_open(rows: list[dict[str, Any]], group: tuple[Any, ...]) -> bool:
-    """Whether the second order is to be tried."""
-    first, _ = ordered(group[-1])
-    return next(trial(r) for r in reversed(rows) if _group(r) == group and r["way"] == first).is_open
+    """Whether gathers in pieces are to be tried."""
+    from forebay.hardware import get_hardware
+    from forebay.xla.gathers import are_reduced
+    from forebay.xla.topology import compile_only_devices
 
-
-def ordered(placement: str) -> list[str]:
-    """The ways of forebay's two orders, as they are tried."""
-    from forebay.models.llama.model import ACTIVATIONS
-    from forebay.planner.placement import parse_placement
-    from forebay.xla.order import orders
-
-    (parsed,) = parse_placement(placement, {"layers": 2}, {"layers": ACTIVATIONS})
-    return [ROW_MAJOR if row_major else ANY_ORDER for row_major in orders(len(parsed.names("host")))]
+    _, hardware, devices, _ = group
+    whole = next(trial(r) for r in reversed(rows) if _group(r) == group and r["way"] == "forebay")
+    return hardware in TPUS and are_reduced(compile_only_devices(get_hardware(hardware), devices)) and whole.is_open
 
 
 def trial(row: dict[str, Any]) -> Any:
     from forebay.hardware import get_hardware
-    from forebay.xla.order import Trial
+    from forebay.xla.gathers import Trial
 
     usable = get_hardware(row["hardware"]).usable_hbm_bytes()
     fits = row["refused"] is None and row["temporaries"] + row["arguments"] <= usable
     return Trial(
-        row["way"] == ROW_MAJOR,
+        row["way"] == IN_PIECES,
         bool(row.get("violations")),
         fits,
         row.get("exposed_bytes", 0.0),
@@ -322,27 +311,21 @@ def trial(row: dict[str, Any]) -> Any:
 
 
 def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows without those of an order that was tried and not kept; of the one that was, the name says it."""
-    from forebay.xla.order import better
+    """The rows without those of a way of gathering that was tried and not kept; of the one that was, the name says it."""
+    from forebay.xla.gathers import better
 
     found = []
     for row in rows:
-        first, second = ordered(row["placement"])
-        there = [r for r in rows if _group(r) == _group(row) and r["way"] in (first, second)]
-        there.sort(key=lambda r: r["way"] == second)
-        tried = there if not there or trial(there[0]).is_open else there[:1]  # the second may be there by `--both`
-        if row["way"] not in (first, second):
+        tried = [r for r in rows if _group(r) == _group(row) and r["way"] in ("forebay", IN_PIECES)]
+        if row not in tried or len(tried) == 1:
             found.append(row)
-        elif row not in tried:
-            continue
         elif trial(row) == better(map(trial, tried)):
-            others = [
-                f"; {o['step_time_s']:.2f} s {o['way'].split('(')[1]}"
-                for o in there
-                if o is not row and "step_time_s" in o
-            ]
-            name = row["way"].removesuffix(")") + "".join(others).removesuffix(")") + ")"
-            found.append(row | {"way": name, "cpu_s": sum(r.get("cpu_s", 0.0) for r in tried)})
+            (other,) = (r for r in tried if r is not row)
+            if row["way"] == IN_PIECES:
+                name = f"{IN_PIECES.removesuffix(')')}; {other['step_time_s']:.2f} s without)"
+            else:
+                name = f"forebay ({other['step_time_s']:.2f} s with gathers in pieces)"
+            found.append(row | {"way": name, "cpu_s": sum(r["cpu_s"] for r in tried), "cpu_alone_s": row["cpu_s"]})
     return found
 
 
@@ -363,8 +346,8 @@ def stored() -> list[dict[str, Any]]:
 def merge(new: list[dict[str, Any]]) -> None:
     """Writes the rows that are stored by now, with `new` in place of those of the same programs."""
     replaced = {(*_group(r), r["way"]) for r in new}
-    replaced |= {(*_group(r), ordered(r["placement"])[1]) for r in new if r["way"] == ordered(r["placement"])[0]}
-    rows = [r for r in stored() if (*_group(r), r["way"]) not in replaced and _is_way(r)] + new
+    replaced |= {(*_group(r), IN_PIECES) for r in new if r["way"] == "forebay"}
+    rows = [r for r in stored() if (*_group(r), r["way"]) not in replaced and r["way"] in WAYS] + new
     cases, placements = [c[:3] for c in CASES], list(PLACEMENTS.values())
     rows.sort(key=lambda r: (cases.index(_group(r)[:3]), placements.index(r["placement"]), WAYS.index(r["way"])))
     versions = sorted({f"{k} {v}" for r in rows for k, v in r["versions"].items() if k != "forebay"})
@@ -379,9 +362,10 @@ def merge(new: list[dict[str, Any]]) -> None:
         "waits are `forebay timeline`'s, of TPU rows only. The link's part of the waits is what it needs to move a step's bytes",
         "beyond the work of the forward pass, one way, and of the backward pass, the other; a schedule does with less only where",
         "copies run while the step waits for something else, collectives for one.",
-        "On TPUs forebay stores in row-major order or in any, and where the first leaves copies exposed in the other: the row says",
-        "which was kept, and the step of the other. Its compile time is that of both. Where a host has less memory for each",
-        "device than a step takes, the table says what it has: these do not fit. What",
+        "Where libtpu makes all-reduces of all-gathers (128 v5p) and copies stay exposed, forebay compiles once more with weights",
+        "gathered in pieces: the row says which was kept, and the step of the other. Its compile time is that of both, and in",
+        "brackets that of the one kept: with the plan's file, which has the choice, there is no other. Where a host has less",
+        "memory for each device than a step takes, the table says what it has: these do not fit. What",
         "the columns mean and why the figures are what they are: [docs/overlap.md](../../docs/overlap.md).", "",
         *table(rows), "",
     ]  # fmt: skip

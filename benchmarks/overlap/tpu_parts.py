@@ -4,7 +4,8 @@
 
 Six layers on TPU v5p with a vocabulary of 1024 words, compiled up to the schedule without devices: of Llama 2 13B with
 query, key and value offloaded, which the link could just hide, and of Llama 3.1 8B with seven tensors, which it cannot, on
-8 chips; some of it of Llama 2 70B on 64, whose copies need a third of a layer, and on one chip.
+8 chips; some of it of Llama 2 70B on 64, whose copies need a third of a layer, of Llama 3.1 405B on 128,
+and on one chip; of two also all layers.
 The step and its waits are `forebay timeline`'s. Results go to `tpu_parts.md` beside this file.
 """
 
@@ -33,12 +34,37 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "sizes": SMALL | {"embed": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672},
         "devices": 64, "batch": 256, "seq": 4096, "placement": "qkv_proj_offloaded",
     },
+    "405B, seven tensors": {
+        "devices": 128, "batch": 128, "seq": 8192, "placement": "minimal_offloaded,decoder_layer_input=host",
+        "sizes": SMALL | {"embed": 16384, "heads": 128, "kv_heads": 8, "mlp": 53248},
+    },
+    "8B, all layers, seven tensors": {
+        "devices": 8, "batch": 8, "seq": 8192, "placement": "minimal_offloaded,decoder_layer_input=host",
+    },
+    "70B, all layers, eight tensors": {
+        "sizes": {"layers": 80, "embed": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672},
+        "devices": 32, "batch": 32, "seq": 8192, "placement": "minimal_offloaded,decoder_layer_input=host,context=host",
+    },
     "8B, seven tensors, one chip": {
         "devices": 1, "sizes": SMALL, "batch": 1, "seq": 8192, "placement": "minimal_offloaded,decoder_layer_input=host",
     },
 }  # fmt: skip
+WHOLE = (
+    "everything that forebay does",
+    "gathers as libtpu makes them",
+    "the same, stores in any order",
+    "gathers in pieces",
+)
 SOME = {
-    "70B, query, key and value": ("without early starts", "without row-major stores", "aggressive scheduling alone"),
+    "70B, query, key and value": (
+        "everything that forebay does", "without early starts", "without row-major stores", "gathers as libtpu makes them",
+        "gathers in pieces", "aggressive scheduling alone",
+    ),
+    "405B, seven tensors": (
+        "everything that forebay does", "gathers in pieces", "gathers as libtpu makes them", "without row-major stores",
+        "gathers in pieces, stores in any order", "no options, stock scan",
+    ),
+    "8B, all layers, seven tensors": WHOLE, "70B, all layers, eight tensors": WHOLE,
     "8B, seven tensors, one chip": (
         "aggressive scheduling alone", "aggressive, stores carried to the next layer by hand",
     ),
@@ -59,11 +85,17 @@ MAXTEXT = EXPERIMENTAL | {  # HOST_OFFLOAD_FLAGS of AI-Hypercomputer/maxtext, be
     "xla_latency_hiding_scheduler_rerun": 2,
 }
 EARLY = {"xla_lhs_enable_release_start_policy": True}
+GATHERS, SCATTERS = "xla_tpu_all_gather_collective_matmul_mode", "xla_tpu_reduce_scatter_collective_matmul_mode"
+SURE, PIECES = ({GATHERS: mode, SCATTERS: mode} for mode in ("post_spmd_conservative", "post_spmd"))
 # what the row is called: shape of the program ("" is forebay's own), compiler options
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "everything that forebay does": ("", AGGRESSIVE | EARLY),
-    "without early starts": ("", AGGRESSIVE),
-    "without row-major stores": ("any order", AGGRESSIVE | EARLY),
+    "everything that forebay does": ("", AGGRESSIVE | EARLY | SURE),
+    "without early starts": ("", AGGRESSIVE | SURE),
+    "without row-major stores": ("any order", AGGRESSIVE | EARLY | SURE),
+    "gathers as libtpu makes them": ("", AGGRESSIVE | EARLY),
+    "the same, stores in any order": ("any order", AGGRESSIVE | EARLY),
+    "gathers in pieces": ("", AGGRESSIVE | EARLY | PIECES),
+    "gathers in pieces, stores in any order": ("any order", AGGRESSIVE | EARLY | PIECES),
     "aggressive scheduling alone": ("any order", AGGRESSIVE),
     "no options, stores in any order": ("any order", {}),
     "no options, stock scan": ("stock", {}),
@@ -155,8 +187,8 @@ def late() -> None:
     Range = scan._Range
     init, avals, read, host = Range.__init__, Range.stored_avals, scan._read, jax.memory.Space.Host
 
-    def kept_on_device(self: Any, block: Any, placement: Any, owner: str, row_major: bool) -> None:
-        init(self, block, placement, owner, row_major)
+    def kept_on_device(self: Any, block: Any, placement: Any, owner: str) -> None:
+        init(self, block, placement, owner)
         self.to_host = set(placement.names("host"))
         tensors = {n: "device" if w == "host" else w for n, w in placement.tensors.items()}
         self.checkpointed = scan.apply(block, dataclasses.replace(placement, tensors=tensors))
@@ -261,7 +293,7 @@ def write(lines: list[str], installed: dict[str, str]) -> None:
     named = ", ".join(f"{k} {v}" for k, v in installed.items() if k in ("jax", "jaxlib", "libtpu"))
     head = [
         "# What was tried for the copies of a TPU step", "",
-        f"Compiled only, up to the schedule; {named}. Six layers on {MACHINE}, FSDP, 16384 tokens on each chip (8B: 8192),",
+        f"Compiled only, up to the schedule; {named}. Six layers (or all) on {MACHINE}, FSDP, 16384 tokens on each chip (Llama 3.1: 8192),",
         "vocabulary cut to 1024. Command: `.venv/bin/python benchmarks/overlap/tpu_parts.py`. D2H and H2D: windows of the",
         "copies in loops, the mean by bytes and in brackets the smallest. Step and waits are those of `forebay timeline`.", "",
     ]  # fmt: skip

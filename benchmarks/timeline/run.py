@@ -93,12 +93,13 @@ CASES = (
         "and sequence nor the tensors, as far as its text could be found",
         ("vocab=32000", "embed=5120", "layers=40", "heads=40", "kv_heads=40", "mlp=13824"),
         remark="This row is bound by the link: 480 MiB a layer and direction take 36.6 ms at the 13.8 GB/s that it is taken to reach "
-        "(16 nominal, 86 %), a layer's forward pass 35 ms, so that part of the 6.5 % of arithmetic that is saved is waited for again. "
-        "With a link of 15, 18, 20, 25 and 32 GB/s in place of 16, and everything else the same, it is -0.8, +2.9, +2.9, +3.1 "
-        "and +3.2 %: below 15.5 the sign is wrong, and 5 % is not reached with any. That "
-        "is both steps again, by `forebay timeline --hlo` on a machine of that link; 15 is what an older text of the link's source "
-        "has. One nominal figure decides this row's sign, "
-        "and was not chosen by it. No measured rate of a v5p's link was found in public; which tensors were "
+        "(16 nominal, 86 %), a layer's forward pass 32 ms, so that most of the 6.5 % of arithmetic that is saved is waited for again. "
+        "With a link of 15, 15.5, 18, 20, 25 and 32 GB/s in place of 16, and everything else the same, it is -0.6, +0.4, +5.0, +5.4, +5.5 "
+        "and +5.6 %. That is both steps again, by `forebay timeline --hlo` on a machine of that link; 15 is what an older text of the "
+        "link's source has. One nominal figure decides this row, and was not chosen by it. libtpu's own scheduler takes a v5p's link to "
+        "be far faster: 41 bytes a cycle, which is 72 GB/s at 1.75 GHz (`benchmarks/timeline/host_link.py`; of a v6e it has 18 bytes, "
+        "which agrees with the 32 GB/s of the same source). The lower figure is kept, since a plan that trusts the higher one "
+        "and is wrong waits for its copies. No measured rate of a v5p's link was found in public; which tensors were "
         "offloaded, and chips, batch and sequence, are not public either",
     ),
     Case(
@@ -111,7 +112,7 @@ CASES = (
         remark="Without regard to the link: from 12 to 32 GB/s it is +2.3 to +2.4 %, a layer's forward pass being three times as long "
         "as its copies. With libtpu's aggressive scheduling alone it was -0.4 %, for the copies of query, key and value had to "
         "end within a tenth of a layer; storing them in row-major order (docs/overlap.md) made the difference. Predicted MFU is "
-        "61 and 59 % where 65 and 63 were reported",
+        "61 and 60 % where 65 and 63 were reported",
     ),
 )  # fmt: skip
 

@@ -147,7 +147,7 @@ def find_plan(
         alternatives=tuple(alternatives(costed, found)),
         reasons=tuple(reasons(found.problem, found.placements)),
         notes=tuple(notes),
-        row_major=base.row_major if found.measured is None else found.measured.row_major,
+        collective_matmul=base.collective_matmul if found.measured is None else found.measured.collective_matmul,
     )
 
 
@@ -284,9 +284,9 @@ def _compiler(
     from forebay.offload.apply import apply
     from forebay.xla.compile import CompiledStep, compile_hidden
     from forebay.xla.exposure import explain
+    from forebay.xla.gathers import are_reduced, compile_gathers
     from forebay.xla.invariants import explain_violations
     from forebay.xla.options import compiler_options
-    from forebay.xla.order import compile_ordered
     from forebay.xla.topology import compile_only_devices
 
     if isinstance(mesh, jax.sharding.AbstractMesh):
@@ -341,7 +341,12 @@ def _compiler(
             out_shardings=(default, shardings[0]) if optimizer is None else (default, shardings[0], moments),
             donate_argnums=() if optimizer is None else (0, 1),
         )
-        options = compiler_options(machine.platform, deviceless=deviceless, offloads=plan.stores)
+        options = compiler_options(
+            machine.platform,
+            deviceless=deviceless,
+            offloads=plan.stores,
+            collective_matmul=bool(plan.collective_matmul),
+        )
         return compile_hidden(
             jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda",
             lone_copy=len(devices) == len(plan.stored) == 1,
@@ -352,13 +357,13 @@ def _compiler(
 
     def compile_plan(decision: Decision) -> Measured:
         plan = dataclasses.replace(base, placements=decision.placements, model=None)
-        row_major, notes = plan.row_major, []
-        if machine.platform == "tpu" and plan.stores and row_major is None:
-            kept = compile_ordered(
-                lambda order, _: compiled_under(dataclasses.replace(plan, row_major=order)),
-                tensors=len(plan.stored), simulate=simulate, budget_bytes=budget_bytes,
+        in_pieces, notes = plan.collective_matmul, []
+        if in_pieces is None and plan.stores and are_reduced(devices):
+            kept = compile_gathers(
+                lambda way, _: compiled_under(dataclasses.replace(plan, collective_matmul=way)),
+                simulate=simulate, budget_bytes=budget_bytes,
             )  # fmt: skip
-            compiled, row_major, notes = kept.compiled, kept.row_major, [kept.note] if kept.note else []
+            compiled, in_pieces, notes = kept.compiled, kept.in_pieces, [kept.note] if kept.note else []
         else:
             compiled = compiled_under(plan)
         if compiled.violations:
@@ -376,7 +381,7 @@ def _compiler(
         made = report["timeline"] = of_compiled(compiled, machine, len(devices))
         return Measured(
             compiled.device.total, compiled.host.total, compiled.refused is not None, report, tuple(notes),
-            None if made is None else made["step_time_s"], row_major,
+            None if made is None else made["step_time_s"], in_pieces,
         )  # fmt: skip
 
     return compile_plan, None

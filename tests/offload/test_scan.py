@@ -113,30 +113,10 @@ def constrained(scan, plan) -> int:
     return lowered.as_text().count("@LayoutConstraint")
 
 
-@pytest.mark.parametrize(
-    ("argument", "of_plan", "asked"),
-    [
-        (None, None, True),
-        (True, None, True),
-        (False, None, False),
-        (None, False, False),
-        (None, True, True),
-        (True, False, True),
-    ],
-    ids=str,
-)
-def test_a_tpu_is_asked_for_row_major_order_where_the_argument_or_else_the_plan_does_not_say_no(
-    argument, of_plan, asked
-):
+def test_a_tpu_is_asked_for_row_major_order():
     x, _, constant = rows_of_eight(3)
-
-    def scan(plan, weights):
-        return scan_layers(block, plan, x, weights, constant, row_major=argument)
-
     stored = place((0, 3, {"u": "host"}))
-    assert constrained(scan, Plan(stored, row_major=of_plan)) == asked
-    if of_plan is None:
-        assert constrained(scan, stored) == asked
+    assert constrained(lambda plan, w: scan_layers(block, plan, x, w, constant), stored) == 1
 
 
 @pytest.mark.parametrize(("cut", "asked"), [(0, 1), (2, 0), (3, 1)])
@@ -155,24 +135,22 @@ def test_up_to_two_layers_have_no_order(cut, asked):
 def test_only_what_goes_to_the_host_has_an_order():
     x, _, constant = rows_of_eight(3)
     stored = place((0, 3, {"u": "device"}))
-    assert constrained(lambda plan, w: scan_layers(block, plan, x, w, constant, row_major=True), stored) == 0
+    assert constrained(lambda plan, w: scan_layers(block, plan, x, w, constant), stored) == 0
 
 
-@pytest.mark.parametrize("row_major", [True, False])
-def test_a_functions_layers_are_stored_in_the_order_of_the_plan_that_is_applied(row_major):
+def test_a_functions_layers_are_stored_in_row_major_order():
     x, weights, constant = rows_of_eight(3)
 
     def loss(weights):
         return summed(plain(block, x, weights, constant))
 
-    planned = forebay_apply(loss, Plan(place((0, 3, {"u": "host"})), row_major=row_major))
+    planned = forebay_apply(loss, Plan(place((0, 3, {"u": "host"}))))
     lowered = jax.jit(jax.grad(planned)).trace(weights).lower(lowering_platforms=("tpu",))
-    assert lowered.as_text().count("@LayoutConstraint") == row_major
+    assert lowered.as_text().count("@LayoutConstraint") == 1
 
 
-@pytest.mark.parametrize("row_major", [True, False])
 @pytest.mark.parametrize("batched", [False, True], ids=["", "vmap"])
-def test_the_order_changes_no_number(row_major, batched):
+def test_the_order_changes_no_number(batched):
     x, weights, constant = rows_of_eight(6)
     stored = place((0, 3, {"u": "host"}), (3, 6, {"v": "host"}))
 
@@ -185,9 +163,7 @@ def test_the_order_changes_no_number(row_major, batched):
             return quick_jit(jax.vmap(gradient, in_axes=(0, None, None)))(jnp.stack([x, 2 * x]), weights, constant)
         return quick_jit(gradient)(x, weights, constant)
 
-    assert_same(
-        run(lambda *a: scan_layers(block, stored, *a, row_major=row_major)), run(functools.partial(plain, block))
-    )
+    assert_same(run(lambda *a: scan_layers(block, stored, *a)), run(functools.partial(plain, block)))
 
 
 # ------------------------------------------------------------------ what a placement keeps

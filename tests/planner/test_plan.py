@@ -57,7 +57,7 @@ plans = st.builds(
     alternatives=st.lists(objects, max_size=2).map(tuple),
     reasons=st.lists(objects, max_size=2).map(tuple),
     notes=st.lists(st.text(), max_size=2).map(tuple),
-    row_major=st.none() | st.booleans(),
+    collective_matmul=st.none() | st.booleans(),
 )
 
 
@@ -97,16 +97,18 @@ def test_the_shape_of_the_file():
     }
 
 
-def test_an_order_of_stores_is_in_the_file_where_it_is_decided():
-    assert plan().row_major is None and "row_major" not in plan().to_json()
+def test_how_weights_are_gathered_is_in_the_file_where_it_is_decided():
+    assert plan().collective_matmul is None and "collective_matmul" not in plan().to_json()
     for decided in (True, False):
-        assert plan(row_major=decided).to_json() == plan().to_json() | {"row_major": decided}
+        assert plan(collective_matmul=decided).to_json() == plan().to_json() | {"collective_matmul": decided}
 
 
 @pytest.mark.parametrize("value", ["false", 0, [], {}], ids=str)
-def test_an_order_of_stores_that_is_none(value):
-    message = refused(lambda: Plan.from_json(plan().to_json() | {"row_major": value}, "the file x"))
-    assert message.startswith("the file x is damaged: row_major is ") and "must be true, false or null" in message
+def test_a_way_of_gathering_that_is_none(value):
+    message = refused(lambda: Plan.from_json(plan().to_json() | {"collective_matmul": value}, "the file x"))
+    assert (
+        message.startswith("the file x is damaged: collective_matmul is ") and "must be true, false or null" in message
+    )
 
 
 def test_what_layers_store_to_the_host():

@@ -70,26 +70,26 @@ def test_ranges_keep_their_placements_and_the_parity_of_their_layers():
     assert miniature(program()).model.stacks == {"layers": 7}, "9 is odd, and so is 7"
 
 
-def test_it_stores_in_the_order_of_the_plan():
-    given = dataclasses.replace(program(), plan=dataclasses.replace(program().plan, row_major=False))
-    assert miniature(given).plan.row_major is False
+def test_it_gathers_weights_as_the_plan_says():
+    given = dataclasses.replace(program(), plan=dataclasses.replace(program().plan, collective_matmul=True))
+    assert miniature(given).plan.collective_matmul is True
 
 
-def test_an_order_that_is_open_is_compared_both_ways(monkeypatch):
+def test_what_is_open_is_compared_both_ways(monkeypatch):
     compared = []
 
     def differences(small, options):
-        compared.append(small.plan.row_major)
-        return [parity.Difference("weights.v", 2e-5 if small.plan.row_major else 3e-5)]
+        compared.append(small.plan.collective_matmul)
+        return [parity.Difference("weights.v", 2e-5 if small.plan.collective_matmul else 3e-5)]
 
     monkeypatch.setattr(parity, "differences", differences)
     check_numbers(program())
-    assert compared == [None], "on a CPU there is no order"
+    assert compared == [None], "on a CPU nothing is open"
     compared.clear()
-    monkeypatch.setattr(Program, "order_is_open", property(lambda self: self.plan.row_major is None))
+    monkeypatch.setattr(Program, "gathers_are_open", property(lambda self: self.plan.collective_matmul is None))
     checked = check_numbers(program())
-    assert compared == [True, False] and checked == parity.Checked(parity.Difference("weights.v", 3e-5), known=False)
-    assert check_numbers(program()).known and compared == [True, False]
+    assert compared == [False, True] and checked == parity.Checked(parity.Difference("weights.v", 3e-5), known=False)
+    assert check_numbers(program()).known and compared == [False, True]
 
 
 def test_it_is_small_and_the_mesh_still_splits_it():

@@ -16,6 +16,8 @@ from forebay.xla.estimate import argument_bytes, offloaded_bytes
 from forebay.xla.options import (
     PROFILE_OPTION,
     TPU_EARLY_STARTS,
+    TPU_GATHERS,
+    TPU_SCATTERS,
     TPU_SCHEDULING,
     compiler_options,
     memory_limit_bytes,
@@ -35,8 +37,11 @@ def offloading(environ: dict[str, str] | None = None):
 
 
 def test_only_a_step_that_offloads_gets_the_recipe_of_its_platform():
-    assert set(compiler_options("tpu", deviceless=True, offloads=True)) == {TPU_SCHEDULING, TPU_EARLY_STARTS}
-    assert compiler_options("tpu", deviceless=True, offloads=False) == {}
+    for in_pieces, mode in [(False, "post_spmd_conservative"), (True, "post_spmd")]:
+        both = compiler_options("tpu", deviceless=True, offloads=False, collective_matmul=in_pieces)
+        assert both == {TPU_GATHERS: mode, TPU_SCATTERS: mode}
+        moves = compiler_options("tpu", deviceless=True, offloads=True, collective_matmul=in_pieces)
+        assert moves == both | {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True}
     assert compiler_options("cpu", deviceless=False, offloads=True) == {}
     plain = compiler_options("cuda", deviceless=True, offloads=False)
     assert not {"xla_gpu_enable_pipelined_host_offloading", PROFILE_OPTION, "xla_gpu_memory_limit_slop_factor"} & set(
@@ -82,7 +87,7 @@ def test_an_option_that_libtpu_lacks_is_dropped_and_the_loss_told(monkeypatch):
     monkeypatch.setattr(module, "knows_flag", lambda platform, name: (platform, name) != ("tpu", TPU_SCHEDULING))
     with pytest.warns(UserWarning, match=f"{TPU_SCHEDULING}: copies from the host") as warned:
         found = compiler_options("tpu", deviceless=True, offloads=True)
-    assert set(found) == {TPU_EARLY_STARTS} and len(warned) == 1
+    assert set(found) == {TPU_EARLY_STARTS, TPU_GATHERS, TPU_SCATTERS} and len(warned) == 1
 
 
 def test_variants_begin_with_the_options_themselves():

@@ -54,7 +54,7 @@ def apply(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
                 layer = next(loops[stack.name])
                 placement = next(p for p in placements if p.layers[0] <= layer < p.layers[1])
                 return apply_placement(as_function(stack.body), placement, scanned=False)(*inputs)
-            return _run_scan(stack, placements, inputs, len(eqn.outvars), plan.row_major)
+            return _run_scan(stack, placements, inputs, len(eqn.outvars))
 
         results = evaluate(jaxpr, jax.tree.leaves(args), run, lambda eqn: key_of(eqn) in by_key)
         return jax.tree.unflatten(tree, results)
@@ -62,9 +62,7 @@ def apply(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     return planned
 
 
-def _run_scan(
-    stack: Stack, placements: Sequence[Placement], inputs: list[Any], results: int, row_major: bool | None
-) -> list[Any]:
+def _run_scan(stack: Stack, placements: Sequence[Placement], inputs: list[Any], results: int) -> list[Any]:
     constants, carry, layers = ([inputs[k] for k in stack.positions(r)] for r in ("constant", "carry", "layer"))
     body = as_function(stack.body)
     if stack.reverse:
@@ -83,9 +81,7 @@ def _run_scan(
         ]
         return out[: len(carry)], rows
 
-    carry, stacked = scan_layers(
-        block, placements, (carry, stacked), (index, layers), *constants, stack=stack.name, row_major=row_major
-    )
+    carry, stacked = scan_layers(block, placements, (carry, stacked), (index, layers), *constants, stack=stack.name)
     assert len(carry) + len(stacked) == results
     return [*carry, *stacked]
 

@@ -50,7 +50,6 @@ def scan_layers(
     layers: Any,
     *constants: Any,
     stack: str = "layers",
-    row_major: bool | None = None,
 ) -> Any:
     """`block(layer, x, *constants)` for each layer in turn, `x` being the result of the one before.
 
@@ -64,11 +63,9 @@ def scan_layers(
         layers: a pytree of arrays whose leading dimension is the number of layers.
         constants: pytrees of arrays that every layer uses.
         stack: which stack of the plan these layers are.
-        row_major: whether a TPU puts what it stores to the host in row-major order first. None goes by the plan's
-            `row_major`, and where that is open too, or there are placements only, it does.
 
     Returns:
-        The carry after the last layer. Value and gradients do not depend on the placements, nor on `row_major`.
+        The carry after the last layer. Value and gradients do not depend on the placements.
 
     Raises:
         UserError: a block whose result differs from its carry in structure, shape or dtype; leaves of
@@ -80,8 +77,6 @@ def scan_layers(
         with jax.named_scope(f"{STACK_SCOPE}{stack}"):
             return jax.lax.scan(lambda x, layer: (block(layer, x, *constants), None), x, layers)[0]
     placements = plan.for_stack(stack) if isinstance(plan, Plan) else tuple(plan)
-    if row_major is None and isinstance(plan, Plan):
-        row_major = plan.row_major
     if isinstance(plan, Plan) and plan.placements and not placements:
         raise unknown("layer stack", stack, dict.fromkeys(p.stack for p in plan.placements))
     count = _layer_count(layers)
@@ -95,7 +90,7 @@ def scan_layers(
     constants = (*constants, *closed_over)
     _check_names(block, placements, x, layers, constants)
     owner = f"{stack} {_calls_before(stack)}"
-    ranges = [_Range(block, p.in_loop, owner, row_major is not False) for p in placements]
+    ranges = [_Range(block, p.in_loop, owner) for p in placements]
     # A jitted caller is traced once and may be differentiated several times, by other arguments each time, in
     # any order before the backward passes are traced. So what a forward trace found is kept here, one entry a
     # trace, and its residuals say which entry is theirs.
@@ -211,7 +206,7 @@ class _Trace:
 class _Range:
     """The layers of one placement. `forward` traces the block; `backward` rebuilds its VJPs from that."""
 
-    def __init__(self, block: Callable[..., Any], placement: Placement, owner: str, row_major: bool):
+    def __init__(self, block: Callable[..., Any], placement: Placement, owner: str):
         self.block = block
         self.owner = owner
         self.checkpointed = apply(block, placement)
@@ -220,7 +215,7 @@ class _Range:
         self.count = past_last - self.first
         # a loop of two layers is unrolled, and libtpu 0.0.50.1 aborts on stores that then differ in order; up to two
         # there is no next layer that needs the place before it is free either way
-        self.row_major = row_major and self.count > 2
+        self.row_major = self.count > 2
         self.offloads = bool(placement.names("host"))
 
     @property
@@ -536,8 +531,7 @@ def _in_row_major(value: jax.Array) -> jax.Array:
     A TPU's compiler carries what a layer stores to the next iteration and sends it from there. Without a copy the layer
     after it makes its own value in the same place, so that the transfer must be over by then: in a tenth of a layer
     for the projections of attention, which the compiler lays out with heads outside of tokens. Where the last but
-    one dimension does not fill tiles of 8, this layout would be padded, and is left to the compiler. It is not always
-    a gain (`forebay.xla.order`).
+    one dimension does not fill tiles of 8, this layout would be padded, and is left to the compiler.
     """
     if value.ndim < 2 or value.shape[-2] % 8:
         return value

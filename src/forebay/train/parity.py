@@ -72,15 +72,15 @@ def needs_check(program: Program) -> bool:
 
 
 def check_numbers(program: Program, progress: Callable[[str], None] = silent) -> Checked:
-    """Compares steps of a small instance of `program` on its devices, offloaded and not. Where the order of its stores
-    is open, both are compared.
+    """Compares steps of a small instance of `program` on its devices, offloaded and not. Where it is
+    open how weights are gathered, both are compared.
 
     Raises:
         WrongNumbersError: they differ; names the leaf and the difference.
     """
     small = miniature(program)
-    orders = (True, False) if small.order_is_open else (small.plan.row_major,)
-    plans = [dataclasses.replace(small.plan, row_major=order) for order in orders]
+    ways = (False, True) if small.gathers_are_open else (small.plan.collective_matmul,)
+    plans = [dataclasses.replace(small.plan, collective_matmul=way) for way in ways]
     found = [_check(dataclasses.replace(small, plan=plan), progress) for plan in plans]
     worst = max((c.worst for c in found), key=lambda d: d.relative)
     return Checked(worst, known=all(c.known for c in found))
@@ -135,7 +135,8 @@ def miniature(program: Program) -> Program:
     plan = dataclasses.replace(
         made.plan, placements=tuple(placements),
         optimizer_host_fraction=float(program.plan.optimizer_host_fraction > 0),
-        parameters_host_fraction=float(program.plan.parameters_host_fraction > 0), row_major=program.plan.row_major,
+        parameters_host_fraction=float(program.plan.parameters_host_fraction > 0), 
+        collective_matmul=program.plan.collective_matmul,
     )  # fmt: skip
     return dataclasses.replace(made, plan=plan, least_host_bytes=1, slice_bytes=_SLICE_BYTES)
 
@@ -235,7 +236,7 @@ def _subject(program: Program, options: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": program.config.dtype,
         "attention": program.kernel.compiled,
         "placements": program.plan.to_json()["placements"],
-        "row_major": program.plan.row_major,
+        "collective_matmul": program.plan.collective_matmul,
         "on_host": {
             "optimizer": program.plan.optimizer_host_fraction,
             "parameters": program.plan.parameters_host_fraction,

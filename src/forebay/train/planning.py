@@ -29,9 +29,9 @@ from forebay.train.program import Program, make_program
 from forebay.train.run_config import TrainConfig
 from forebay.xla.compile import CompiledStep, compile_hidden, compile_step
 from forebay.xla.estimate import argument_bytes, offloaded_bytes
+from forebay.xla.gathers import compile_gathers
 from forebay.xla.invariants import explain_violations
 from forebay.xla.options import compiler_options, memory_limit_percent
-from forebay.xla.order import compile_ordered
 
 _NOT_TOLD = "profile=timeline does nothing here: it is for XLA's scheduler on GPUs of a machine that is known"
 
@@ -99,7 +99,7 @@ def planned_program(
         )  # fmt: skip
         return Measured(
             compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes,
-            None if made is None else made["step_time_s"], done.program.plan.row_major,
+            None if made is None else made["step_time_s"], done.program.plan.collective_matmul,
         )  # fmt: skip
 
     def find(parameters_host_fraction: float) -> Plan:
@@ -147,12 +147,12 @@ def compile_program(
     """The program's step, compiled under the options that hide most of its copies.
 
     With `profile=timeline` it is then compiled once more with the times of its timeline (`forebay.timeline.profile`).
-    Where the order in which a TPU's layers store to the host is not decided, it may be compiled for both.
+    Where it is not decided how a TPU gathers weights, it may be compiled for both.
     `hardware` is None for devices that no machine is known for; these have no timeline. `budget_bytes` is the device
     memory that the step may take, by default what XLA may use there.
     """
-    if program.order_is_open:
-        return _compile_ordered(program, hardware, deviceless, memory_fraction, budget_bytes, save_hlo)
+    if program.gathers_are_open:
+        return _compile_gathers(program, hardware, deviceless, memory_fraction, budget_bytes, save_hlo)
     step = program.jit_step()  # one function, so that it is traced once
     args, cuda = (program.abstract_state, program.abstract_batch), hardware is not None and hardware.platform == "cuda"
     about: dict[str, Any] = {"weight_shapes": program.local_weight_shapes(), "hosted": program.hosted_arguments()}
@@ -175,7 +175,7 @@ def compile_program(
     return Compiled(made.compiled, made.options, (*notes, made.note), program)
 
 
-def _compile_ordered(
+def _compile_gathers(
     program: Program,
     hardware: Hardware | None,
     deviceless: bool,
@@ -183,15 +183,15 @@ def _compile_ordered(
     budget_bytes: int | None,
     save_hlo: Path | None,
 ) -> Compiled:
-    """`compile_program` in the better order of stores."""
+    """`compile_program` with weights gathered in the better way."""
     done: dict[bool, Compiled] = {}
 
-    def compile_as(row_major: bool, save_hlo: Path | None) -> CompiledStep:
-        decided = dataclasses.replace(program, plan=dataclasses.replace(program.plan, row_major=row_major))
-        done[row_major] = compile_program(
+    def compile_as(in_pieces: bool, save_hlo: Path | None) -> CompiledStep:
+        decided = dataclasses.replace(program, plan=dataclasses.replace(program.plan, collective_matmul=in_pieces))
+        done[in_pieces] = compile_program(
             decided, hardware, deviceless=deviceless, memory_fraction=memory_fraction, save_hlo=save_hlo
         )
-        return done[row_major].compiled
+        return done[in_pieces].compiled
 
     def simulate(compiled: CompiledStep) -> tuple[float, float] | None:
         if hardware is None:
@@ -201,11 +201,8 @@ def _compile_ordered(
 
     if budget_bytes is None and hardware is not None:
         budget_bytes = hardware.usable_hbm_bytes(memory_fraction)
-    kept = compile_ordered(
-        compile_as, tensors=len(program.plan.stored), simulate=simulate, budget_bytes=budget_bytes or math.inf,
-        save_hlo=save_hlo,
-    )  # fmt: skip
-    chosen = done[kept.row_major]
+    kept = compile_gathers(compile_as, simulate=simulate, budget_bytes=budget_bytes or math.inf, save_hlo=save_hlo)
+    chosen = done[kept.in_pieces]
     return dataclasses.replace(chosen, notes=(*chosen.notes, *([kept.note] if kept.note else [])))
 
 
@@ -256,7 +253,11 @@ def step_options(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = compiler_options(
-            platform, deviceless=deviceless, offloads=program.offloads, memory_limit_percent=limit_percent
+            platform,
+            deviceless=deviceless,
+            offloads=program.offloads,
+            memory_limit_percent=limit_percent,
+            collective_matmul=bool(program.plan.collective_matmul),
         )
     return options, tuple(str(w.message) for w in caught)
 

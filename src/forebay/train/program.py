@@ -35,6 +35,7 @@ from forebay.train.state import (
     optimizer_shardings,
 )
 from forebay.xla.estimate import local_bytes
+from forebay.xla.gathers import are_reduced
 
 LONGEST_SEQUENCE = 2**24
 """Attention visits pairs of blocks of 512 tokens; beyond this their list alone would take gigabytes."""
@@ -309,10 +310,13 @@ class Program:
         return self.sharding.mesh.size == 1 and not self.plan.parameters_host_fraction and len(self.plan.stored) == 1
 
     @property
-    def order_is_open(self) -> bool:
-        """Whether the order of dimensions in which layers store to the host matters and is not decided."""
-        on_tpu = self.sharding.mesh.devices.flat[0].platform == "tpu"
-        return on_tpu and self.plan.stores and self.plan.row_major is None
+    def gathers_are_open(self) -> bool:
+        """Whether it may matter how weights are gathered, and is not decided."""
+        return (
+            self.plan.collective_matmul is None
+            and self.plan.stores
+            and are_reduced(list(self.sharding.mesh.devices.flat))
+        )
 
     def local_weight_shapes(self) -> set[tuple[int, ...]]:
         """The shapes that the weights have on one device."""

@@ -19,6 +19,8 @@ from forebay.xla.versions import DOUBLE_BUFFERING, compiler_before, distrusted_o
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 TPU_SCHEDULING = "xla_tpu_use_aggressive_scheduling"
 TPU_EARLY_STARTS = "xla_lhs_enable_release_start_policy"
+TPU_GATHERS = "xla_tpu_all_gather_collective_matmul_mode"
+TPU_SCATTERS = "xla_tpu_reduce_scatter_collective_matmul_mode"
 
 _CHECKER_OPTION, _CHECKER_OFF = "xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF"
 """Keeps XLA from warning of every instruction that the profile does not have."""
@@ -31,6 +33,7 @@ _WITHOUT = {
     PROFILE_OPTION: "copies from the host may wait until just before they are needed",
     TPU_SCHEDULING: "copies from the host begin only as early as the compiler thinks they take",
     TPU_EARLY_STARTS: "copies to the host begin after the layer's first products",
+    TPU_GATHERS: "weights may be gathered in pieces where that is slower",
     "xla_gpu_memory_limit_slop_factor": "XLA counts host memory as device memory and may recompute to save it",
 }
 """What is lost where a build does not have an option. Others are dropped in silence."""
@@ -69,6 +72,7 @@ def compiler_options(
     deviceless: bool,
     offloads: bool,
     memory_limit_percent: int | None = None,
+    collective_matmul: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Options for one compile, by flag name without the leading dashes.
@@ -82,6 +86,8 @@ def compiler_options(
         offloads: whether the step moves anything to the host.
         memory_limit_percent: see the function of that name. When not given, a step that offloads is
             compiled without the scheduler's limit, and that it fits is not the compiler's concern; others under XLA's own.
+        collective_matmul: whether a TPU's products gather the weights that they need in pieces wherever they can, and
+            scatter gradients so; otherwise only where libtpu is sure that it pays. Elsewhere without effect.
         environ: the environment, in which `XLA_FLAGS` may name a profile; `os.environ` when not given.
 
     Raises:
@@ -90,7 +96,9 @@ def compiler_options(
     if platform in ("cuda", "gpu"):
         options = _gpu_options(deviceless, offloads, memory_limit_percent, os.environ if environ is None else environ)
     elif platform == "tpu":
-        options = {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True} if offloads else {}
+        mode = "post_spmd" if collective_matmul else "post_spmd_conservative"
+        options = {TPU_GATHERS: mode, TPU_SCATTERS: mode}
+        options |= {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True} if offloads else {}
     else:
         return {}
     lacking = {n: f"this build of XLA has no option {n}" for n in options if not knows_flag(platform, n)}
