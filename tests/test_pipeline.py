@@ -17,6 +17,7 @@ from forebay.errors import UserError
 from forebay.planner.placement import Placement
 from forebay.planner.search import Decision, InfeasibleError
 from forebay.xla.compile import Bytes
+from forebay.xla.options import PROFILE_OPTION
 from forebay.xla.windows import Transfer
 
 L, D, F, N, S = 8, 1024, 4096, 16, 1024
@@ -54,7 +55,7 @@ def plan(mesh):
     return forebay.plan(loss, *program(mesh), hardware="h200", mesh=mesh, optimizer=optax.adamw(1e-3), hbm="1.1GiB")
 
 
-def test_a_plan_is_compiled_fits_and_says_why(plan):
+def test_a_plan_is_compiled_fits_and_says_why(plan, mesh):
     assert plan.verified
     assert plan.compiled["device_bytes"]["total"] == plan.predicted["device_bytes"] <= 1.1 * GIB
     assert plan.hardware == "h200" and plan.devices == 4 and plan.mesh == {"fsdp": 4}
@@ -65,6 +66,8 @@ def test_a_plan_is_compiled_fits_and_says_why(plan):
     assert all(
         {"where", "step_time_s", "device_bytes", "fits"} <= set(a) for r in plan.reasons for a in r["alternatives"]
     )
+    options = forebay.compiler_options(plan, list(mesh.devices.flat))
+    assert plan.compiled["compiler_options"] == {k: v for k, v in options.items() if k != PROFILE_OPTION}
     assert "dot_0" in plan.explain() and "compiled and fits" in plan.explain()
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from forebay.offload import name, scan_layers
     from forebay.offload.apply import apply
     from forebay.offload.optimizer import streamed_update
+    from forebay.offload.options import compiler_options
     from forebay.pipeline import plan
     from forebay.planner import Placement, Plan
     from forebay.timeline.build import timeline
@@ -31,6 +32,7 @@ __all__ = [
     "auto_name",
     "compile_only_devices",
     "compile_step",
+    "compiler_options",
     "get_hardware",
     "name",
     "plan",
@@ -50,6 +52,7 @@ _HOME = {
     "auto_name": "forebay.graph.auto_name",
     "compile_only_devices": "forebay.xla.topology",
     "compile_step": "forebay.xla.compile",
+    "compiler_options": "forebay.offload.options",
     "get_hardware": "forebay.hardware",
     "name": "forebay.offload",
     "plan": "forebay.pipeline",

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forebay.errors import MissingExtraError, UserError, WrongNumbersError
@@ -63,7 +63,8 @@ def plan(
         progress: is called with a line whenever something takes long.
 
     Returns:
-        The plan. Run it with `forebay.apply(loss, plan)`. `plan.verified` says whether it was compiled
+        The plan. Run it with `forebay.apply(loss, plan)`, in a function that is jitted with
+        `compiler_options=forebay.compiler_options(plan)`. `plan.verified` says whether it was compiled
         and found to fit; where it could not be compiled, `plan.notes` says why.
 
     Raises:
@@ -286,7 +287,7 @@ def _compiler(
     from forebay.xla.exposure import explain
     from forebay.xla.gathers import are_reduced, compile_gathers
     from forebay.xla.invariants import explain_violations
-    from forebay.xla.options import compiler_options
+    from forebay.xla.options import PROFILE_OPTION, compiler_options
     from forebay.xla.topology import compile_only_devices
 
     if isinstance(mesh, jax.sharding.AbstractMesh):
@@ -313,6 +314,8 @@ def _compiler(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (parameters, *args))
     deviceless = devices[0] not in jax.devices()
     state = None if optimizer is None else jax.eval_shape(optimizer.init, shapes[0])
+
+    chosen: dict[bool | None, Mapping[str, Any]] = {}
 
     def compiled_under(plan: Plan) -> CompiledStep:
         planned = apply(loss, plan)
@@ -347,10 +350,11 @@ def _compiler(
             offloads=plan.stores,
             collective_matmul=bool(plan.collective_matmul),
         )
-        return compile_hidden(
+        compiled, chosen[plan.collective_matmul] = compile_hidden(
             jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda",
             lone_copy=len(devices) == len(plan.stored) == 1,
-        )[0]  # fmt: skip
+        )  # fmt: skip
+        return compiled
 
     def simulate(compiled: CompiledStep) -> tuple[float, float] | None:
         return step_and_waits(of_compiled(compiled, machine, len(devices)))
@@ -375,6 +379,8 @@ def _compiler(
             "remat_clones": compiled.remat.count,
             "compile_time_s": compiled.compile_time_s,
             "versions": dict(compiled.versions),
+            # without those that are the compiling machine's
+            "compiler_options": {k: v for k, v in chosen[in_pieces].items() if k != PROFILE_OPTION},
         }
         shown = explain(compiled.transfers, None, compiled.remat.count)
         notes += [] if shown is None else [shown]

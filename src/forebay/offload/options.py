@@ -1,0 +1,42 @@
+"""Compiler options for code that is not ours: those under which the copies of a plan hide."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from forebay.planner.plan import Plan
+from forebay.xla.options import compiler_options as options_for
+from forebay.xla.options import variants
+from forebay.xla.versions import DOUBLE_BUFFERING
+
+
+def compiler_options(plan: Plan, devices: Sequence[Any] | None = None) -> dict[str, Any]:
+    """What XLA needs to be told for the copies of a plan to hide, for `jax.jit(step, compiler_options=...)`.
+
+    Without it the copies between device and host start and end in the layer that needs them, and XLA counts host memory
+    as device memory and recomputes to save it. They are the options under which `forebay.plan` compiled the plan; of one
+    that it did not compile, the first choice of several (`forebay.xla.options.variants`). What they come to in a step of
+    yours, `forebay.compile_step(jitted, args).transfers` says.
+
+    Args:
+        plan: what the step's layers run under (`forebay.apply`, `forebay.scan_layers`, `plan.apply`).
+        devices: those of the step's mesh, present or compile-only; `jax.devices()` when not given.
+
+    Returns:
+        Options by flag name without dashes; none on a CPU. An option that the installed build lacks is left out, with a warning.
+
+    Raises:
+        WrongNumbersError: the installed jax is known to compute wrong gradients with offloading.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
+    options = options_for(
+        platform, deviceless=devices[0] not in jax.devices(), offloads=plan.offloads,
+        collective_matmul=bool(plan.collective_matmul),
+    )  # fmt: skip
+    found = list(variants(options, lone_copy=len(devices) == len(plan.stored) == 1))
+    compiled_with = (plan.compiled or {}).get("compiler_options")
+    if compiled_with is not None:
+        found.sort(key=lambda v: (DOUBLE_BUFFERING in v) != (DOUBLE_BUFFERING in compiled_with))
+    return found[0]

@@ -1,0 +1,85 @@
+"""`forebay.compiler_options`: what code that is not ours needs to be compiled with."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import forebay
+from forebay.planner.placement import Placement
+from forebay.xla.options import TPU_GATHERS
+from forebay.xla.versions import DOUBLE_BUFFERING
+
+L, D, N = 6, 512, 1024
+
+
+def loss(weights, x):
+    def layer(x, w):
+        u = forebay.name(x @ w["in"], "u")
+        return x + forebay.name(jax.nn.gelu(u), "v") @ w["out"], None
+
+    return (jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2).mean()
+
+
+def placed(**tensors):
+    return forebay.Plan((Placement("layers", (0, L), tensors),))
+
+
+@functools.cache
+def there(hardware, count):
+    return tuple(forebay.compile_only_devices(forebay.get_hardware(hardware), count))
+
+
+def windows(plan, devices, options):
+    """The least window of the copies in loops, in each direction."""
+    mesh = Mesh(devices, "fsdp")
+    split = NamedSharding(mesh, PartitionSpec(None, "fsdp")), NamedSharding(mesh, PartitionSpec("fsdp"))
+    step = jax.jit(
+        jax.value_and_grad(forebay.apply(loss, plan)), in_shardings=split, compiler_options=options,
+        out_shardings=(NamedSharding(mesh, PartitionSpec()), split[0]),
+    )  # fmt: skip
+    weights = {name: jax.ShapeDtypeStruct((L, D, D), jnp.bfloat16) for name in ("in", "out")}
+    made = forebay.compile_step(step, (weights, jax.ShapeDtypeStruct((N * len(devices), D), jnp.bfloat16)))
+    assert not made.violations
+    copies = [t for t in made.transfers if t.where == "loop"]
+    return {d: min(t.window for t in copies if t.direction == d) for d in ("d2h", "h2d")}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_they_hide_the_copies_of_a_plan_that_is_applied_to_any_code(count):
+    plan, devices = placed(u="host", v="host"), there("gb200", count)
+    assert min(windows(plan, devices, forebay.compiler_options(plan, devices)).values()) >= 0.9
+    assert min(windows(plan, devices, None).values()) < 0.9, "or nothing is needed"
+
+
+def test_there_are_none_on_a_cpu():
+    assert forebay.compiler_options(placed(u="host")) == {}
+
+
+def test_a_plan_that_moves_nothing_gets_no_more_than_any_step():
+    pipelining = "xla_gpu_enable_pipelined_host_offloading"
+    devices = there("gb200", 4)
+    assert pipelining in forebay.compiler_options(placed(u="host"), devices)
+    assert pipelining not in forebay.compiler_options(placed(u="device"), devices)
+
+
+def test_they_are_those_that_the_plan_was_compiled_with():
+    lone, both, one = placed(u="host"), placed(u="host", v="host"), there("gb200", 1)
+    assert DOUBLE_BUFFERING not in forebay.compiler_options(lone, one)
+    assert DOUBLE_BUFFERING in forebay.compiler_options(lone, there("gb200", 4))
+    assert DOUBLE_BUFFERING in forebay.compiler_options(both, one)
+    for plan in (lone, both):
+        for doubled in (True, False):
+            options = {DOUBLE_BUFFERING: "x"} if doubled else {}
+            made = forebay.Plan(plan.placements, compiled={"compiler_options": options})
+            assert (DOUBLE_BUFFERING in forebay.compiler_options(made, one)) == doubled
+
+
+@pytest.mark.parametrize(
+    ("decided", "mode"), [(None, "post_spmd_conservative"), (False, "post_spmd_conservative"), (True, "post_spmd")]
+)
+def test_a_tpu_gathers_as_the_plan_says(decided, mode):
+    plan = forebay.Plan(placed(u="host").placements, collective_matmul=decided)
+    assert forebay.compiler_options(plan, there("v5p", 8))[TPU_GATHERS] == mode
