@@ -114,7 +114,8 @@ def one(*case: Any) -> None:
     ).compile()
     before = time.process_time()
     ours = machine.platform == "cuda" and case[-1] == "forebay"
-    compiled, chosen = compile_hidden(step, args, options, judged=ours, lone_copy=ours and program.has_lone_copy)
+    lone = ours and program.plan.has_lone_copy(program.sharding.mesh.size)
+    compiled, chosen = compile_hidden(step, args, options, judged=ours, lone_copy=lone)
     print(json.dumps(_named(case) | _windows(compiled.transfers) | {
         "temporaries": compiled.device.temporaries, "arguments": compiled.device.arguments,
         "host": compiled.host.temporaries, "host_to_host": compiled.host_copy_bytes,

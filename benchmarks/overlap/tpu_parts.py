@@ -294,7 +294,7 @@ def write(lines: list[str], installed: dict[str, str]) -> None:
     head = [
         "# What was tried for the copies of a TPU step", "",
         f"Compiled only, up to the schedule; {named}. Six layers (or all) on {MACHINE}, FSDP, 16384 tokens on each chip (Llama 3.1: 8192),",
-        "vocabulary cut to 1024. Command: `.venv/bin/python benchmarks/overlap/tpu_parts.py`. D2H and H2D: windows of the",
+        "of six the vocabulary is cut to 1024. Command: `.venv/bin/python benchmarks/overlap/tpu_parts.py`. D2H and H2D: windows of the",
         "copies in loops, the mean by bytes and in brackets the smallest. Step and waits are those of `forebay timeline`.", "",
     ]  # fmt: skip
     (HERE / "tpu_parts.md").write_text("\n".join(head + lines))

@@ -352,7 +352,7 @@ def _compiler(
         )
         compiled, chosen[plan.collective_matmul] = compile_hidden(
             jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda",
-            lone_copy=len(devices) == len(plan.stored) == 1,
+            lone_copy=plan.has_lone_copy(len(devices)),
         )  # fmt: skip
         return compiled
 

@@ -93,7 +93,8 @@ def test_a_compiler_that_fails_on_the_second_leaves_the_first(tmp_path):
         return step(0.5)
 
     fails, file = True, tmp_path / "step.hlo"
-    assert not compile_gathers(compile_as, simulate=lambda _: None, save_hlo=file).in_pieces
+    made = compile_gathers(compile_as, simulate=lambda _: None, save_hlo=file)
+    assert not made.in_pieces and made.note is not None and made.note.endswith("more copies: the compiler failed")
     assert file.read_text() == "whole" and len(list(tmp_path.iterdir())) == 1
     fails = False
     with pytest.raises(CompilerFailedError):

@@ -35,7 +35,7 @@ def compiler_options(plan: Plan, devices: Sequence[Any] | None = None) -> dict[s
         platform, deviceless=devices[0] not in jax.devices(), offloads=plan.offloads,
         collective_matmul=bool(plan.collective_matmul),
     )  # fmt: skip
-    found = list(variants(options, lone_copy=len(devices) == len(plan.stored) == 1))
+    found = list(variants(options, lone_copy=plan.has_lone_copy(len(devices))))
     compiled_with = (plan.compiled or {}).get("compiler_options")
     if compiled_with is not None:
         found.sort(key=lambda v: (DOUBLE_BUFFERING in v) != (DOUBLE_BUFFERING in compiled_with))

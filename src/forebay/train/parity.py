@@ -135,7 +135,7 @@ def miniature(program: Program) -> Program:
     plan = dataclasses.replace(
         made.plan, placements=tuple(placements),
         optimizer_host_fraction=float(program.plan.optimizer_host_fraction > 0),
-        parameters_host_fraction=float(program.plan.parameters_host_fraction > 0), 
+        parameters_host_fraction=float(program.plan.parameters_host_fraction > 0),
         collective_matmul=program.plan.collective_matmul,
     )  # fmt: skip
     return dataclasses.replace(made, plan=plan, least_host_bytes=1, slice_bytes=_SLICE_BYTES)

@@ -158,7 +158,13 @@ def compile_program(
     about: dict[str, Any] = {"weight_shapes": program.local_weight_shapes(), "hosted": program.hosted_arguments()}
     options, notes = step_options(program, hardware, deviceless=deviceless, memory_fraction=memory_fraction, step=step)
     compiled, options = compile_hidden(
-        step, args, options, judged=cuda, lone_copy=program.has_lone_copy, save_hlo=save_hlo, **about
+        step,
+        args,
+        options,
+        judged=cuda,
+        lone_copy=program.plan.has_lone_copy(program.sharding.mesh.size),
+        save_hlo=save_hlo,
+        **about,
     )
     if program.config.profile != "timeline":
         return Compiled(compiled, options, notes, program)

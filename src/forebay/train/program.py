@@ -305,11 +305,6 @@ class Program:
         return self.plan.offloads or any(jax.tree.leaves((self.hosted, self._sums_hosted)))
 
     @property
-    def has_lone_copy(self) -> bool:
-        """Whether all that moves is one tensor of each layer, on one device."""
-        return self.sharding.mesh.size == 1 and not self.plan.parameters_host_fraction and len(self.plan.stored) == 1
-
-    @property
     def gathers_are_open(self) -> bool:
         """Whether it may matter how weights are gathered, and is not decided."""
         return (

@@ -69,8 +69,8 @@ def better(trials: Iterable[Trial]) -> Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """The compile that was kept, whether its products gather their weights in pieces, and a line where they do after another
-    compile in which they did not."""
+    """The compile that was kept, whether its products gather their weights in pieces, and a line where that was tried after
+    another compile and kept, or the compiler failed on it."""
 
     compiled: "CompiledStep"
     in_pieces: bool
@@ -95,13 +95,15 @@ def compile_gathers(
         save_hlo: where to write the HLO text of the one that is kept.
     """
     tried: list[tuple[Trial, CompiledStep, Path | None]] = []
+    note = None
     for in_pieces in (False, True):
         file = None if save_hlo is None else save_hlo.with_name(f"{save_hlo.name}.{in_pieces}")
         try:
             compiled = compile_as(in_pieces, file)
-        except CompilerFailedError:  # of the second, the first is there
+        except CompilerFailedError as error:
             if not tried:
                 raise
+            note = f"weights were not gathered in pieces (collective matmul), which might hide more copies: {error}"
             break
         fits = compiled.refused is None and compiled.device.total <= budget_bytes
         step_s, waits_s = simulate(compiled) or (None, None)
@@ -116,7 +118,7 @@ def compile_gathers(
             file.replace(save_hlo) if trial is best else file.unlink()
     compiled = next(c for t, c, _ in tried if t is best)
     first = tried[0][0]
-    return Gathered(compiled, best.in_pieces, None if best is first else _note(first, best))
+    return Gathered(compiled, best.in_pieces, note if best is first else _note(first, best))
 
 
 def _note(other: Trial, kept: Trial) -> str:

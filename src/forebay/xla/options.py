@@ -32,7 +32,7 @@ _WITHOUT = {
     "xla_gpu_experimental_parallel_async_compute_limit": "copies between forward and backward pass wait for one another",
     PROFILE_OPTION: "copies from the host may wait until just before they are needed",
     TPU_SCHEDULING: "copies from the host begin only as early as the compiler thinks they take",
-    TPU_EARLY_STARTS: "copies to the host begin after the layer's first products",
+    TPU_EARLY_STARTS: "copies begin only as early as the compiler thinks they take",
     TPU_GATHERS: "weights may be gathered in pieces where that is slower",
     "xla_gpu_memory_limit_slop_factor": "XLA counts host memory as device memory and may recompute to save it",
 }
