@@ -351,9 +351,8 @@ def _compiler(
             collective_matmul=bool(plan.collective_matmul),
         )
         compiled, chosen[plan.collective_matmul] = compile_hidden(
-            jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda",
-            lone_copy=plan.has_lone_copy(len(devices)),
-        )  # fmt: skip
+            jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda"
+        )
         return compiled
 
     def simulate(compiled: CompiledStep) -> tuple[float, float] | None:

@@ -111,18 +111,6 @@ def test_a_way_of_gathering_that_is_none(value):
     )
 
 
-@pytest.mark.parametrize(
-    ("tensors", "devices", "weights_on_host", "lone"),
-    [
-        ({"u": "host"}, 1, 0.0, True), ({"u": "host", "v": "device"}, 1, 0.0, True), ({"u": "host"}, 4, 0.0, False),
-        ({"u": "host", "v": "host"}, 1, 0.0, False), ({"u": "device"}, 1, 0.0, False), ({"u": "host"}, 1, 0.5, False),
-    ],
-)  # fmt: skip
-def test_a_lone_copy_is_of_one_tensor_and_nothing_else_on_one_device(tensors, devices, weights_on_host, lone):
-    made = Plan((Placement("layers", (0, 4), tensors),), parameters_host_fraction=weights_on_host)
-    assert made.has_lone_copy(devices) == lone
-
-
 def test_what_layers_store_to_the_host():
     kept = plan(Placement("dense", (0, 2), {"context": "device"}))
     assert not kept.stores and plan().stores

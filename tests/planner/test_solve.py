@@ -13,7 +13,7 @@ from forebay.errors import UserError
 from forebay.planner.placement import Placement
 from forebay.planner.problem import LayerProblem, Op, Problem, evaluate, layer_cost
 from forebay.planner.simplify import simplify
-from forebay.planner.solve import keep_last, solve
+from forebay.planner.solve import solve
 
 GIB = 2**30
 
@@ -91,13 +91,25 @@ def test_what_a_choice_costs_by_hand():
     # a kept, b from it: 4 * (10 + 20 + 5); x is not needed then
     kept = evaluate(p, [Placement("layers", (0, 4), {"a": "device"})])
     assert (kept.step_s, kept.device_bytes) == (140.0, 4 * GIB)
-    # both on the host, 2 s a layer each way, hidden, but for the last layer's way out; two layers' copies are on the device
+    # both on the host, 2 s a layer each way, hidden; two layers' copies are on the device
     host = evaluate(p, [Placement("layers", (0, 4), {"a": "host", "b": "host"})])
-    assert (host.step_s, host.device_bytes, host.host_bytes, host.exposed_d2h_s) == (122.0, 4 * GIB, 8 * GIB, 2.0)
+    assert (host.step_s, host.device_bytes, host.host_bytes, host.exposed_d2h_s) == (120.0, 4 * GIB, 8 * GIB, 0.0)
     # a link of 1/6 GiB/s: 12 s a layer against 10 forward, 20 backward
     slow = evaluate(dataclasses.replace(p, d2h_bytes_per_s=GIB / 6, h2d_bytes_per_s=GIB / 6), host_plan())
-    assert slow.exposed_d2h_s == pytest.approx(4 * 2.0 + 12)
-    assert slow.step_s == pytest.approx(4 * (12 + 20) + 12)
+    assert slow.exposed_d2h_s == pytest.approx(4 * 2.0)
+    assert slow.step_s == pytest.approx(4 * (12 + 20))
+
+
+def test_a_layer_of_what_each_range_moves_stays_until_its_backward_pass():
+    p = problem(chain(8), loss_bytes=16 * GIB)
+    moved = {"a": "host", "b": "host"}  # 2 GiB a layer
+    for ranges in ([(0, 8)], [(0, 3), (3, 8)]):
+        plan = [Placement("layers", r, moved) for r in ranges]
+        assert evaluate(p, plan).device_bytes == (16 + 2 * len(ranges)) * GIB
+        assert evaluate(p, plan).where == "the loss"
+    # during the backward pass of the second range its own two layers are there, and one of the first's
+    plan = [Placement("layers", r, moved) for r in [(0, 3), (3, 8)]]
+    assert evaluate(dataclasses.replace(p, loss_bytes=0), plan).device_bytes == (2 + 2 * 2) * GIB
 
 
 def host_plan() -> list[Placement]:
@@ -169,29 +181,6 @@ def test_small_tensors_stay_where_they_are():
     found = solve(p)
     assert found is not None
     assert all(placement.tensors.get("a") != "host" for placement in found.placements)
-
-
-def test_the_last_layers_stay_on_the_device_when_there_is_room_for_some():
-    """Their copies would have nothing to hide behind: with room for one layer more, the last is kept."""
-    stack = chain(8)
-    found = solve(problem(stack, device_budget=(2 + 2 * 2) * GIB))
-    assert found is not None
-    assert found.placements[-1].layers[1] == 8
-    assert "host" not in found.placements[-1].tensors.values()
-    assert found.predicted.exposed_d2h_s == found.predicted.exposed_h2d_s == 0.0
-
-
-def test_the_last_layer_is_kept_as_a_range_of_its_own_where_that_is_faster():
-    """The solver has two ranges; where both move something, the last layer is cut off as a third."""
-    stack = chain(8)
-    p = problem(stack, device_budget=40 * GIB, host_budget=16 * GIB, loss_bytes=4 * GIB)
-    moved = (Placement("layers", (0, 8), {"a": "host", "b": "host"}),)
-    kept = keep_last(p, moved)
-    assert [(k.layers, set(k.tensors.values())) for k in kept] == [((0, 7), {"host"}), ((7, 8), {"device"})]
-    assert evaluate(p, moved).step_s - evaluate(p, kept).step_s == 2.0  # the way out of one layer
-    tight = dataclasses.replace(p, device_budget=evaluate(p, moved).device_bytes)
-    assert keep_last(tight, moved) == moved
-    assert keep_last(dataclasses.replace(p, stacks=(dataclasses.replace(stack, most_ranges=1),)), moved) == moved
 
 
 def test_a_host_that_is_too_small_is_respected():

@@ -14,9 +14,11 @@ from forebay.sharding import make_mesh, parse_mesh
 from forebay.xla import options as module
 from forebay.xla.estimate import argument_bytes, offloaded_bytes
 from forebay.xla.options import (
+    PIPELINING,
     PROFILE_OPTION,
     TPU_EARLY_STARTS,
     TPU_GATHERS,
+    TPU_PIPELINING,
     TPU_SCATTERS,
     TPU_SCHEDULING,
     compiler_options,
@@ -24,6 +26,7 @@ from forebay.xla.options import (
     memory_limit_percent,
     variants,
 )
+from forebay.xla.versions import DOUBLE_BUFFERING
 
 
 def costs(path: str) -> dict[str, float]:
@@ -41,12 +44,10 @@ def test_only_a_step_that_offloads_gets_the_recipe_of_its_platform():
         both = compiler_options("tpu", deviceless=True, offloads=False, collective_matmul=in_pieces)
         assert both == {TPU_GATHERS: mode, TPU_SCATTERS: mode}
         moves = compiler_options("tpu", deviceless=True, offloads=True, collective_matmul=in_pieces)
-        assert moves == both | {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True}
+        assert moves == both | {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True, TPU_PIPELINING: False}
     assert compiler_options("cpu", deviceless=False, offloads=True) == {}
     plain = compiler_options("cuda", deviceless=True, offloads=False)
-    assert not {"xla_gpu_enable_pipelined_host_offloading", PROFILE_OPTION, "xla_gpu_memory_limit_slop_factor"} & set(
-        plain
-    )
+    assert not {DOUBLE_BUFFERING, PROFILE_OPTION, "xla_gpu_memory_limit_slop_factor"} & set(plain)
     assert set(plain) < set(offloading())
     limited = compiler_options("cuda", deviceless=True, offloads=False, memory_limit_percent=120)
     assert limited == plain | {"xla_gpu_memory_limit_slop_factor": 120}
@@ -76,9 +77,9 @@ def test_a_profile_that_is_not_text_is_left_as_it_is(tmp_path):
 
 
 def test_an_option_that_the_build_lacks_is_dropped_and_the_loss_told(monkeypatch):
-    lacking = "xla_gpu_enable_pipelined_host_offloading"
+    lacking = DOUBLE_BUFFERING
     monkeypatch.setattr(module, "knows_flag", lambda platform, name: name != lacking)
-    with pytest.warns(UserWarning, match=f"{lacking}: copies end in the layer") as warned:
+    with pytest.warns(UserWarning, match=f"{lacking}: what is fetched is copied once more") as warned:
         found = offloading()
     assert lacking not in found and PROFILE_OPTION in found and len(warned) == 1
 
@@ -87,14 +88,13 @@ def test_an_option_that_libtpu_lacks_is_dropped_and_the_loss_told(monkeypatch):
     monkeypatch.setattr(module, "knows_flag", lambda platform, name: (platform, name) != ("tpu", TPU_SCHEDULING))
     with pytest.warns(UserWarning, match=f"{TPU_SCHEDULING}: copies from the host") as warned:
         found = compiler_options("tpu", deviceless=True, offloads=True)
-    assert set(found) == {TPU_EARLY_STARTS, TPU_GATHERS, TPU_SCATTERS} and len(warned) == 1
+    assert set(found) == {TPU_EARLY_STARTS, TPU_PIPELINING, TPU_GATHERS, TPU_SCATTERS} and len(warned) == 1
 
 
 def test_variants_begin_with_the_options_themselves():
-    first, second = variants({"xla_gpu_enable_while_loop_unrolling": "X", "other": 1})
-    assert first == {"xla_gpu_enable_while_loop_unrolling": "X", "other": 1} and second == {"other": 1}
+    options = {DOUBLE_BUFFERING: "X", "other": 1}
+    assert list(variants(options)) == [options, options | {PIPELINING: True}, {"other": 1}]
     assert list(variants({"other": 1})) == [{"other": 1}]
-    assert list(variants({"xla_gpu_enable_while_loop_unrolling": "X", "other": 1}, lone_copy=True)) == [second, first]
 
 
 @pytest.mark.parametrize(("arguments", "host"), [(0, 0), (100, 50), (20, 400)])

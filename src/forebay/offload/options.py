@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from forebay.planner.plan import Plan
+from forebay.xla.options import PIPELINING, variants
 from forebay.xla.options import compiler_options as options_for
-from forebay.xla.options import variants
 from forebay.xla.versions import DOUBLE_BUFFERING
 
 
@@ -35,8 +35,7 @@ def compiler_options(plan: Plan, devices: Sequence[Any] | None = None) -> dict[s
         platform, deviceless=devices[0] not in jax.devices(), offloads=plan.offloads,
         collective_matmul=bool(plan.collective_matmul),
     )  # fmt: skip
-    found = list(variants(options, lone_copy=plan.has_lone_copy(len(devices))))
-    compiled_with = (plan.compiled or {}).get("compiler_options")
-    if compiled_with is not None:
-        found.sort(key=lambda v: (DOUBLE_BUFFERING in v) != (DOUBLE_BUFFERING in compiled_with))
-    return found[0]
+    found, compiled_with = list(variants(options)), (plan.compiled or {}).get("compiler_options", options)
+    return min(
+        found, key=lambda v: sum((name in v) != (name in compiled_with) for name in (DOUBLE_BUFFERING, PIPELINING))
+    )

@@ -10,6 +10,11 @@
   keeps in every instruction that comes of it.
 - The backward pass is written out, so that it can be arranged for the transfers.
 
+A layer's copies run while another layer computes: what a layer stores is carried, on the device, to the next iteration,
+which sends it to the host; and an iteration of the backward pass fetches what the next one needs. So a copy starts
+with an iteration and ends with it, whatever the compiler knows of pipelining. What the last layer stores never
+leaves: the backward pass begins with it.
+
 Differentiation in reverse mode only.
 """
 
@@ -105,18 +110,20 @@ def scan_layers(
     def forward(layers: Any, x: Any, constants: tuple[Any, ...]) -> tuple[Any, Any]:
         wanted = _Wanted.of(layers, x, constants)
         args = jax.tree.map(lambda p: p.value, (layers, x, constants), is_leaf=_is_custom_primal)
-        avals = [r.stored_avals(*args, wanted=wanted) for r in ranges]
+        kept = [r.kept(*args, wanted=wanted) for r in ranges]
         # jax wants residuals of one structure from every trace: that of the one that stores most
         everything = _Wanted.everything(*args)
-        full = avals if wanted == everything else [r.stored_avals(*args, wanted=everything) for r in ranges]
-        most = sum(map(len, full))
-        if sum(map(len, avals)) > most:
-            wanted, avals = everything, full
+        full = kept if wanted == everything else [r.kept(*args, wanted=everything) for r in ranges]
+        most = _residuals(full)
+        if _residuals(kept) > most:
+            wanted, kept = everything, full
         layers, x, constants = args
         start, stored, vjps = jax.tree.map(_Aval.of, x), [], []
-        for r, shapes in zip(ranges, avals, strict=True):
-            x, kept, vjp = r.forward(layers, x, constants, wanted, _buffers(r.count, shapes, owner, len(stored)))
-            stored += kept
+        for r, values in zip(ranges, kept, strict=True):
+            x, left, vjp = r.forward(
+                layers, x, constants, wanted, values, _buffers(r.count, values, owner, len(stored))
+            )
+            stored += left
             vjps.append(vjp)
         traces.append(_Trace(start, wanted, tuple(vjps)))
         absent = [np.zeros(0, np.int8)] * (most - len(stored))
@@ -128,7 +135,6 @@ def scan_layers(
         wanted, stored = trace.wanted, iter(stored)
         kept = [list(itertools.islice(stored, vjp.stored)) for vjp in trace.vjps]
         dx = [_instantiate(d) for d in _only(wanted.carry, dx)]
-        dx, kept = _not_before(dx, kept)
         dlayers = [_room_for_gradient(w, owner, n) for n, w in enumerate(_only(wanted.layers, layers))]
         dconstants = [jnp.zeros_like(c) for c in _only(wanted.constants, constants)]
         for r, vjp, values in zip(reversed(ranges), reversed(trace.vjps), reversed(kept), strict=True):
@@ -175,18 +181,21 @@ class _Wanted:
 class _LayerVjp:
     """The VJP of one layer of a range, without its arrays: how the backward pass puts it together again.
 
-    `names` are those of the residuals that are stored, in the order of the buffers.
+    `names` are those of the residuals that are stored, in the order of the buffers, and `sent` says which of them go to
+    the host behind the layer.
     """
 
     tree: Any
     sources: tuple["_Source", ...]
     names: tuple[str, ...]
+    sent: tuple[bool, ...]
     wanted: _Wanted
     carry: Any
 
     @property
     def stored(self) -> int:
-        return len(self.names)
+        """A buffer of each residual, and the last layer's values of those that are sent."""
+        return len(self.names) + sum(self.sent)
 
     def rebuild(self, layer: Any, constants: tuple[Any, ...], stored: list[Any]) -> Callable[[Any], Any]:
         pools = {"layer": jax.tree.leaves(layer), "constant": jax.tree.leaves(constants), "stored": stored}
@@ -209,52 +218,78 @@ class _Range:
     def __init__(self, block: Callable[..., Any], placement: Placement, owner: str):
         self.block = block
         self.owner = owner
-        self.checkpointed = apply(block, placement)
+        # kept on the device by its layer, and sent from there by the next
+        self.checkpointed = apply(block, placement.on_device)
+        self.hosted = frozenset(placement.names("host"))
         self.stack = placement.stack
         self.first, past_last = placement.layers
         self.count = past_last - self.first
         # a loop of two layers is unrolled, and libtpu 0.0.50.1 aborts on stores that then differ in order; up to two
         # there is no next layer that needs the place before it is free either way
         self.row_major = self.count > 2
-        self.offloads = bool(placement.names("host"))
 
     @property
     def indices(self) -> jax.Array:
         return self.first + jnp.arange(self.count, dtype=jnp.int32)
 
     def primal(self, layers: Any, x: Any, constants: tuple[Any, ...]) -> Any:
-        return jax.lax.scan(
-            lambda x, i: (self.block(_take(layers, i, self.stack), x, *constants), None), x, self.indices
-        )[0]
+        def one(x: Any, i: jax.Array) -> tuple[Any, None]:
+            return self.block(_take(layers, i, _fetch(layers, i, self.stack)), x, *constants), None
 
-    def stored_avals(self, layers: Any, x: Any, constants: tuple[Any, ...], wanted: _Wanted) -> Sequence[Any]:
-        """What a layer stores for its backward pass: shapes, dtypes and memories."""
-        layer = _one_layer_of(layers)
-        return jax.make_jaxpr(lambda *a: self._one_layer(*a, wanted=wanted)[1])(layer, x, constants).out_avals
+        return jax.lax.scan(one, x, self.indices)[0]
 
-    def forward(
-        self, layers: Any, x: Any, constants: tuple[Any, ...], wanted: _Wanted, buffers: list[jax.Array]
-    ) -> tuple[Any, list[jax.Array], _LayerVjp]:
-        """The carry after the last layer, the filled buffers, and the VJP that reads them."""
-        layer = _one_layer_of(layers)
+    def kept(self, layers: Any, x: Any, constants: tuple[Any, ...], wanted: _Wanted) -> list["_Kept"]:
+        """What a layer stores for its backward pass."""
+        layer, sources = _one_layer_of(layers), []
+
+        def one_layer(*args: Any) -> list[Any]:
+            _, stored, _, found = self._one_layer(*args, wanted)
+            sources.extend(found)
+            return stored
+
+        avals = jax.make_jaxpr(one_layer)(layer, x, constants).out_avals
+        names = self._names(sources, layer, x, constants, wanted)
+        return [_Kept(a, n, n in self.hosted and not _is_host(a)) for a, n in zip(avals, names, strict=True)]
+
+    def _names(
+        self, sources: Sequence["_Source"], layer: Any, x: Any, constants: tuple[Any, ...], wanted: _Wanted
+    ) -> tuple[str, ...]:
+        """The names of what a layer stores, in order."""
         origins = residuals(self.checkpointed, layer, x, *constants, wanted=wanted.flat)
         inputs = input_names(self.block, layer, x, *constants)
-        carry = jax.tree.map(_Aval.of, x)
-        vjps = []  # of the one trace of the loop's body
+        return tuple(_name(o, inputs) for o, s in zip(origins, sources, strict=True) if s.kind == "stored")
 
-        def body(k: jax.Array, state: Any) -> Any:
-            x, buffers = state
-            y, stored, tree, sources = self._one_layer(_take(layers, self.first + k, self.stack), x, constants, wanted)
-            names = tuple(_name(o, inputs) for o, s in zip(origins, sources, strict=True) if s.kind == "stored")
-            vjps.append(_LayerVjp(tree, sources, names, wanted, carry))
-            written = []
-            for buffer, value, name in zip(buffers, stored, names, strict=True):
+    def forward(
+        self,
+        layers: Any,
+        x: Any,
+        constants: tuple[Any, ...],
+        wanted: _Wanted,
+        kept: list["_Kept"],
+        buffers: list[jax.Array],
+    ) -> tuple[Any, list[jax.Array], _LayerVjp]:
+        """The carry after the last layer, the filled buffers with what the last layer stores to the host, and the VJP
+        that reads them.
+
+        What layer k stores goes to place k + 1 of a buffer in host memory. So its place 0 is written nothing
+        of use, before the first layer, and read once, after the last of the backward pass.
+        """
+        carry, vjps = jax.tree.map(_Aval.of, x), []  # of the one trace of the loop's body
+        names, sent = tuple(v.name for v in kept), tuple(v.sent for v in kept)
+
+        def body(k: jax.Array, state: Any, layer: Any) -> Any:
+            x, buffers, late = state
+            y, stored, tree, sources = self._one_layer(layer, x, constants, wanted)
+            vjps.append(_LayerVjp(tree, sources, names, sent, wanted, carry))
+            following, written = iter(late), []
+            for buffer, value, name, s in zip(buffers, stored, names, sent, strict=True):
                 with jax.named_scope(f"save:{self.stack}:{name}"):
-                    written.append(self._write(buffer, value, k))
-            return y, written
+                    written.append(self._write(buffer, next(following) if s else value, k))
+            return y, written, [v for v, s in zip(stored, sent, strict=True) if s]
 
-        x, buffers = self._loop(body, (x, buffers), layers)
-        return x, buffers, vjps[-1]
+        nothing = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in kept if v.sent]
+        x, buffers, late = self._loop(body, (x, buffers, nothing), layers, lambda k: self.first + k)
+        return x, [*buffers, *late], vjps[-1]
 
     def backward(
         self, layers: Any, constants: tuple[Any, ...], stored: list[jax.Array], vjp: _LayerVjp, cotangents: Any
@@ -262,6 +297,7 @@ class _Range:
         wanted = vjp.wanted
         order = self.first + jnp.arange(self.count - 1, -1, -1, dtype=jnp.int32)
         hosted = [on_host(total) for total in cotangents[1]]
+        buffers, late_values = stored[: len(vjp.names)], stored[len(vjp.names) :]
 
         def write(dlayers: list[Any], late: list[Any], k: Any) -> list[Any]:
             """`dlayers` with the gradients of the layer whose turn was `k`, where these go to host memory.
@@ -277,16 +313,17 @@ class _Range:
                     self._write(t, next(following), place) if h else t for t, h in zip(dlayers, hosted, strict=True)
                 ]
 
-        def body(k: jax.Array, state: Any) -> Any:
-            dx, dlayers, dconstants, late = state
+        def body(k: jax.Array, state: Any, layer: Any) -> Any:
+            dx, dlayers, dconstants, late, fetched = state
             dlayers = write(dlayers, late, k - 1)  # first nothing, to a place that is written again
             k = self.count - 1 - k
             i = self.first + k
-            values = []
-            for buffer, name in zip(stored, vjp.names, strict=True):
+            values, following, here = [], [], iter(fetched)
+            for buffer, name, s in zip(buffers, vjp.names, vjp.sent, strict=True):
                 with jax.named_scope(f"load:{self.stack}:{name}"):
-                    values.append(_read(buffer, k))
-            layer = _take(layers, i, self.stack)
+                    values.append(next(here) if s else _read(buffer, k))
+                    if s:  # of the layer before, whose values are one place further on
+                        following.append(_to_device(_read(buffer, k)))
             pull = vjp.rebuild(layer, constants, values)
             with jax.named_scope(f"layer:{self.stack}"):
                 found = iter(pull(_fill(vjp.carry, wanted.carry, dx, _zero_cotangent)))
@@ -298,31 +335,43 @@ class _Range:
                     for total, d, h in zip(dlayers, dlayer, hosted, strict=True)
                 ]
             dconstants = [total + d for total, d in zip(dconstants, dconst, strict=True)]
-            return dx, dlayers, dconstants, [d for d, h in zip(dlayer, hosted, strict=True) if h]
+            return dx, dlayers, dconstants, [d for d, h in zip(dlayer, hosted, strict=True) if h], following
 
         nothing = [jnp.zeros(t.shape[1:], t.dtype) for t, h in zip(cotangents[1], hosted, strict=True) if h]
-        dx, dlayers, dconstants, late = self._loop(body, (*cotangents, nothing), layers)
+        state = (*cotangents, nothing, late_values)
+        dx, dlayers, dconstants, late, _ = self._loop(body, state, layers, lambda k: self.first + self.count - 1 - k)
         return dx, write(dlayers, late, self.count - 1), dconstants
 
-    def _loop(self, body: Callable[[jax.Array, Any], Any], carry: Any, layers: Any) -> Any:
-        """`carry = body(k, carry)` for each layer, k counting from 0.
+    def _loop(
+        self, body: Callable[[jax.Array, Any, Any], Any], carry: Any, layers: Any, index: Callable[[Any], Any]
+    ) -> Any:
+        """`carry = body(k, carry, weights of layer index(k))` for each layer, k counting from 0.
 
-        With `lax.scan`, k is read from an array, and XLA only pipelines copies whose position is the loop's
+        Weights that are in host memory are fetched while the layer before has its turn, so that the last layer, which
+        has none to fetch for, is outside of the loop: it would fetch from beyond the stack.
+
+        With `lax.scan`, k is read from an array, and XLA knows the place of a copy only where that is the loop's
         own counter. `lax.while_loop` counts itself, but it cannot be differentiated again.
 
-        Loops that are alike must not get one body from XLA's computation-deduplicator: the pipelining of host copies
-        changes it under one of them and aborts (jax 0.12.0.1). A note on the counter makes each its own.
+        Loops that are alike must not get one body from XLA's computation-deduplicator: where it pipelines host copies,
+        it changes the body under one of them and aborts (jax 0.12.0.1). A note on the counter makes each its own.
         """
-        if not self.offloads and not any(on_host(w) for w in jax.tree.leaves(layers)):
+        streamed = any(on_host(w) for w in jax.tree.leaves(layers))
+        if not streamed and not self.hosted:
             counter = jnp.arange(self.count, dtype=jnp.int32)
-            return jax.lax.scan(lambda carry, k: (body(k, carry), None), carry, counter)[0]
+            return jax.lax.scan(lambda c, k: (body(k, c, _take(layers, index(k))), None), carry, counter)[0]
+        rounds = self.count - streamed
 
         def step(state: Any) -> Any:
+            k, carry, fetched = state
             with set_xla_metadata(forebay_scan=f"{self.owner} {self.first}"):
-                following = state[0] + 1
-            return following, body(*state)
+                following = k + 1
+            fetch = _fetch(layers, index(following), self.stack) if streamed else []
+            return following, body(k, carry, _take(layers, index(k), fetched)), fetch
 
-        return jax.lax.while_loop(lambda s: s[0] < self.count, step, (jnp.int32(0), carry))[1]
+        fetched = _fetch(layers, index(jnp.int32(0)), self.stack)
+        k, carry, fetched = jax.lax.while_loop(lambda s: s[0] < rounds, step, (jnp.int32(0), carry, fetched))
+        return body(k, carry, _take(layers, index(k), fetched)) if streamed else carry
 
     def _write(self, stack: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
         return _write(stack, value, i, self.row_major)
@@ -345,6 +394,16 @@ class _Range:
                 stored.append(leaf)
             sources.append(source)
         return y, stored, tree, tuple(sources)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A value that a layer stores, and whether it is sent to the host behind the layer. What is in host memory already,
+    as the buffers of a scan within the block are, is not sent."""
+
+    aval: Any
+    name: str
+    sent: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,22 +484,6 @@ def _is_custom_primal(x: Any) -> bool:
     return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
 
 
-def _not_before(dx: list[Any], kept: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
-    """The residuals of all ranges but the last, which cannot be fetched before the cotangents `dx` are there.
-
-    A scheduler that starts to fetch as early as it can would otherwise wait for them to be stored at the end
-    of the forward pass, with no work to store them behind.
-    """
-    *early, last = kept
-    held = [[v for v in values if on_host(v)] for values in early]
-    if not any(held):
-        return dx, kept
-    dx, held = jax.lax.optimization_barrier((dx, held))
-    freed = [iter(values) for values in held]
-    early = [[next(f) if on_host(v) else v for v in values] for f, values in zip(freed, early, strict=True)]
-    return dx, [*early, last]
-
-
 def _instantiate(cotangent: Any) -> Any:
     return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_symbolic_zero(cotangent) else cotangent
 
@@ -453,16 +496,24 @@ def _room_for_gradient(w: jax.Array, owner: str, number: int) -> jax.Array:
     return jnp.zeros_like(w)
 
 
-def _take(layers: Any, i: jax.Array, stack: str) -> Any:
-    """The weights of layer `i`, on the device."""
+def _take(layers: Any, i: Any, fetched: Sequence[jax.Array] = ()) -> Any:
+    """The weights of layer `i`; those that are in host memory are the fetched ones, in order."""
+    following = iter(fetched)
+    return jax.tree.map(lambda w: next(following) if on_host(w) else _read(w, i), layers)
 
-    def one(path: Any, w: jax.Array) -> jax.Array:
-        if not on_host(w):
-            return _read(w, i)
-        with jax.named_scope(f"load:{stack}:{WEIGHT}{leaf_name(path)}"):
-            return jax.device_put(_read(w, i), jax.memory.Space.Device)
 
-    return jax.tree.map_with_path(one, layers)
+def _fetch(layers: Any, i: Any, stack: str) -> list[jax.Array]:
+    """On the device, the weights of layer `i` that are in host memory."""
+    fetched = []
+    for path, w in jax.tree.leaves_with_path(layers):
+        if on_host(w):
+            with jax.named_scope(f"load:{stack}:{WEIGHT}{leaf_name(path)}"):
+                fetched.append(_to_device(_read(w, i)))
+    return fetched
+
+
+def _to_device(value: jax.Array) -> jax.Array:
+    return jax.device_put(value, jax.memory.Space.Device)
 
 
 def _one_layer_of(layers: Any) -> Any:
@@ -538,20 +589,28 @@ def _in_row_major(value: jax.Array) -> jax.Array:
     return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
 
 
-def _buffers(length: int, avals: Sequence[Any], owner: str, first: int) -> list[jax.Array]:
-    """Room for `length` values like each of `avals`, in the same memory; XLA allocates that of the host without a copy.
+def _is_host(aval: Any) -> bool:
+    return aval.memory_space == jax.memory.Space.Host
+
+
+def _buffers(length: int, kept: Sequence[_Kept], owner: str, first: int) -> list[jax.Array]:
+    """Room for `length` of each value, in the memory where it goes; XLA allocates that of the host without a copy.
 
     They are the owner's buffers from number `first` on; see `_filling`.
     """
 
-    def buffer(number: int, aval: Any) -> jax.Array:
-        shape = (length, *aval.shape)
-        if aval.memory_space == jax.memory.Space.Host:
-            filling = _filling(aval.dtype, owner, number)
-            return jax.device_put(jnp.full(shape, filling, aval.dtype), aval.memory_space)
-        return jnp.zeros(shape, aval.dtype)
+    def buffer(number: int, value: _Kept) -> jax.Array:
+        shape, dtype = (length, *value.aval.shape), value.aval.dtype
+        if value.sent or _is_host(value.aval):
+            return jax.device_put(jnp.full(shape, _filling(dtype, owner, number), dtype), jax.memory.Space.Host)
+        return jnp.zeros(shape, dtype)
 
-    return [buffer(number, aval) for number, aval in enumerate(avals, first)]
+    return [buffer(number, value) for number, value in enumerate(kept, first)]
+
+
+def _residuals(kept: Sequence[Sequence[_Kept]]) -> int:
+    """How many residuals the ranges leave together; see `_LayerVjp.stored`."""
+    return sum(1 + v.sent for values in kept for v in values)
 
 
 _scans: tuple[Any, collections.Counter[str]] = (None, collections.Counter())

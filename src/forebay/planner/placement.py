@@ -68,12 +68,15 @@ class Placement:
         object.__setattr__(self, "tensors", _FrozenDict(self.tensors))
 
     @property
+    def on_device(self) -> "Placement":
+        """The same, with what goes to the host kept on the device."""
+        kept: Mapping[str, Where] = {n: "device" if w == "host" else w for n, w in self.tensors.items()}
+        return dataclasses.replace(self, tensors=kept)
+
+    @property
     def in_loop(self) -> "Placement":
         """What there is of it in a loop over layers: a loop of one is none to the compiler, and moves nothing."""
-        if self.layers[1] - self.layers[0] > 1 or not self.names("host"):
-            return self
-        stay: Mapping[str, Where] = {n: "device" if w == "host" else w for n, w in self.tensors.items()}
-        return dataclasses.replace(self, tensors=stay)
+        return self if self.layers[1] - self.layers[0] > 1 else self.on_device
 
     def names(self, where: Where) -> tuple[str, ...]:
         return tuple(n for n, w in self.tensors.items() if w == where)

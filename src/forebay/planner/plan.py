@@ -75,15 +75,6 @@ class Plan:
         """Whether layers store anything to the host: activations, or the gradients of weights that live there."""
         return bool(self.parameters_host_fraction or any(p.names("host") for p in self.placements))
 
-    @property
-    def stored(self) -> frozenset[tuple[str, str]]:
-        """The activations that layers store to the host, by stack and name."""
-        return frozenset((p.stack, n) for p in self.placements for n in p.in_loop.names("host"))
-
-    def has_lone_copy(self, devices: int) -> bool:
-        """Whether all that layers move is one tensor, on one device; see `forebay.xla.options.variants`."""
-        return devices == 1 and not self.parameters_host_fraction and len(self.stored) == 1
-
     def policy(self, stack: str | None = None) -> Any:
         """The `jax.checkpoint` policy of one stack; without its name, of the only one.
 

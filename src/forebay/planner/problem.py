@@ -12,13 +12,13 @@ The rules, for a range of n layers under one placement:
 - Forward and backward each take the longest of three things that run beside one another: arithmetic
   (the backward's with what it recomputes), gathering and scattering the weights, and the copies to or
   from the host.
-- Where the last layers before the loss move anything, one layer's copies to the host have nothing to hide behind: what
-  comes back first is what left last. Layers that stay on the device hide those of the range before.
+- What the last layer of a range would send stays on the device until its backward pass, which begins with it: no copy
+  waits at the turn (`forebay.offload.scan`).
 - Optimizer state on the host comes in and goes out by slices during the update, which takes the longer of its work on
   HBM and of these copies. Weights on the host come in for each layer in both passes, and their gradients go out.
-- Device memory at the loss: all that is stored, and what the loss needs. During the backward pass of a
-  range: what is stored for it and for those before it, the gradients so far, the working memory of a
-  layer, and two layers' copies in flight.
+- Device memory at the loss: all that is stored, a layer of what each range moves, and what the loss needs. During the
+  backward pass of a range: what is stored for it and for those before it, the gradients so far, the working memory of
+  a layer, and two layers' copies in flight.
 """
 
 import dataclasses
@@ -289,7 +289,6 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
     stored = 0.0
     points: list[tuple[float, str]] = []
     later_gradients = problem.gradient_bytes
-    last = max((p for p in placements if p.stack == problem.stacks[-1].stack), key=lambda p: p.layers, default=None)
     for stack in problem.stacks:
         for placement in (p for p in placements if p.stack == stack.stack):
             n = placement.layers[1] - placement.layers[0]
@@ -300,10 +299,9 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
             send = _copy_s(n * stack.sent_bytes, problem.d2h_bytes_per_s)
             forward = n * max(stack.forward_s, stack.forward_weights_s)
             backward = n * max(stack.backward_s + cost.recompute_s, stack.backward_weights_s)
-            turn = d2h / n if placement is last else 0.0
-            exposed_d2h += max(0.0, d2h - forward) + max(0.0, send - backward) + turn
+            exposed_d2h += max(0.0, d2h - forward) + max(0.0, send - backward)
             exposed_h2d += max(0.0, fetch - forward) + max(0.0, h2d + fetch - backward)
-            step += max(forward, d2h, fetch) + max(backward, h2d + fetch, send) + turn
+            step += max(forward, d2h, fetch) + max(backward, h2d + fetch, send)
             recompute += n * cost.recompute_s
             host += n * cost.host_bytes
             stored += n * cost.device_bytes
@@ -314,6 +312,7 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
                     f"backward of {stack.stack} {placement.layers[0]}:{placement.layers[1]}",
                 )
             )
+            stored += cost.host_bytes
         later_gradients -= stack.gradient_bytes
     points.append((base + stored + problem.loss_bytes, "the loss"))
     points.append((problem.update_bytes, "the update"))

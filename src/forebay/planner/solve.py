@@ -21,7 +21,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from forebay.errors import UserError
-from forebay.planner.placement import EVERYTHING, Placement
+from forebay.planner.placement import EVERYTHING, Placement, Where
 from forebay.planner.problem import COPY_SLOTS, LayerProblem, Predicted, Problem, evaluate
 
 DEFAULT_TIME_LIMIT_S = 20.0
@@ -130,7 +130,7 @@ def solve(
 
     Args:
         problem: what to decide.
-        variants: the most ranges of layers per stack; with more than one, the last layer before the loss may be another.
+        variants: the most ranges of layers per stack.
         time_limit_s: the best placements found by then are returned, with their gap.
         relative_gap: how far from the best step time the answer may be.
 
@@ -147,7 +147,6 @@ def solve(
         s.stack: _stack(program, problem, s, min(variants, s.layers, s.most_ranges or variants), scale)
         for s in problem.stacks
     }
-    _boundary(program, problem, ranges[problem.stacks[-1].stack], scale)
     state = _state(program, problem, scale)
     _memory(program, problem, ranges, state)
     values, gap = program.solve(time_limit_s, relative_gap)
@@ -159,8 +158,6 @@ def solve(
         problem = dataclasses.replace(problem, state_host_fraction=0.0 if fraction < 1e-9 else fraction)
     placements = tuple(p for s in problem.stacks for p in _placements(s, ranges[s.stack], values))
     placements = settle(problem, placements)
-    if variants > 1:
-        placements = keep_last(problem, placements)
     placements = _merge(_explicit(problem, p) for p in placements)
     return Solution(placements, evaluate(problem, placements), gap, problem.state_host_fraction or 0.0)
 
@@ -168,7 +165,8 @@ def solve(
 def settle(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """Of plans that are equally fast, one that recomputes least, then moves least, then stores least.
 
-    Single changes, and moving all that is recomputed, are tried until none helps. What waits for the weights anyway
+    Moving all that can be moved, in every range at once, then single changes and moving all that is recomputed of a range,
+    are tried until none helps. What waits for the weights anyway
     could recompute for nothing; it should not.
     """
 
@@ -179,6 +177,9 @@ def settle(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placeme
 
     limit = evaluate(problem, placements).step_s * (1 + 1e-12)
     best = key(placements)
+    moved = tuple(dataclasses.replace(p, tensors=_movable(problem, p)) for p in placements)
+    if best is not None and (found := key(moved)) is not None and found < best:
+        placements, best = moved, found
     improved = best is not None
     while improved:
         improved = False
@@ -192,32 +193,11 @@ def settle(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placeme
     return placements
 
 
-def keep_last(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The placements with the last layer before the loss a range of its own that moves nothing, where that is faster.
-
-    It is one range more than the program was given, for one layer: as a range like the others it would take the
-    solver ten times as long.
-    """
-    *before, last = placements
-    first, past_last = last.layers
-    on_device = {name: "device" if where == "host" else where for name, where in last.tensors.items()}
-    ranges, most = sum(p.stack == last.stack for p in placements), problem.stack(last.stack).most_ranges
-    if on_device == dict(last.tensors) or past_last - first < 3 or (most is not None and ranges >= most):
-        return placements
-    kept = (
-        *before,
-        dataclasses.replace(last, layers=(first, past_last - 1)),
-        dataclasses.replace(last, layers=(past_last - 1, past_last), tensors=on_device),
-    )
-    found = evaluate(problem, kept)
-    return kept if found.fits(problem) and found.step_s < evaluate(problem, placements).step_s else placements
-
-
 def _changes(problem: Problem, placement: Placement) -> Iterable[dict[str, str]]:
-    stack, layers = problem.stack(placement.stack), placement.layers[1] - placement.layers[0]
+    stack = problem.stack(placement.stack)
     if EVERYTHING not in placement.tensors:
         yield {EVERYTHING: "device"}
-    movable = {n: "host" for n in stack.names if problem.may_offload(stack, n, layers)}
+    movable = _movable(problem, placement)
     yield movable | dict(placement.tensors)  # which frees memory only when it is all of it
     for name in stack.names:
         others = {n: w for n, w in placement.tensors.items() if n != name}
@@ -226,6 +206,11 @@ def _changes(problem: Problem, placement: Placement) -> Iterable[dict[str, str]]
             yield others | {name: "device"}
         if name in movable:
             yield others | {name: "host"}
+
+
+def _movable(problem: Problem, placement: Placement) -> dict[str, Where]:
+    stack, layers = problem.stack(placement.stack), placement.layers[1] - placement.layers[0]
+    return {n: "host" for n in stack.names if problem.may_offload(stack, n, layers)}
 
 
 def _stack(program: _Program, problem: Problem, stack: LayerProblem, variants: int, scale: float) -> list[_Range]:
@@ -320,14 +305,6 @@ def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: floa
     return _Range(n, used, device, host, everything, device_bytes, host_bytes, in_flight)
 
 
-def _boundary(program: _Program, problem: Problem, ranges: list[_Range], scale: float) -> None:
-    """What the last range before the loss moves of one layer is waited for."""
-    for r, after in itertools.zip_longest(ranges, ranges[1:]):
-        for size, host in r.in_flight:
-            exposed = program.variable(1, cost=size * _GIB / problem.d2h_bytes_per_s / scale)
-            program.at_most([(1, host), (-1, exposed), *([(-1, after.used)] if after else [])], 0)
-
-
 def _state(program: _Program, problem: Problem, scale: float) -> int | None:
     """A variable for the optimizer's state in host memory, in GiB, where that is to be decided."""
     if problem.state_host_fraction is not None or not problem.movable_state_bytes:
@@ -354,6 +331,7 @@ def _memory(program: _Program, problem: Problem, ranges: dict[str, list[_Range]]
             copies = [(COPY_SLOTS * size, v) for size, v in r.in_flight]
             working = stack.working_bytes + COPY_SLOTS * (stack.fetched_bytes + stack.sent_bytes)
             program.at_most([*stored, (working / _GIB, r.used), *copies, *freed], room / _GIB)
+            stored += r.in_flight
         later_gradients -= stack.gradient_bytes
     program.at_most([*stored, *freed], (problem.device_budget - base - problem.loss_bytes) / _GIB)
     slices = problem.update_slices_bytes if state is not None else 0

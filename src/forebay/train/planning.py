@@ -157,15 +157,7 @@ def compile_program(
     args, cuda = (program.abstract_state, program.abstract_batch), hardware is not None and hardware.platform == "cuda"
     about: dict[str, Any] = {"weight_shapes": program.local_weight_shapes(), "hosted": program.hosted_arguments()}
     options, notes = step_options(program, hardware, deviceless=deviceless, memory_fraction=memory_fraction, step=step)
-    compiled, options = compile_hidden(
-        step,
-        args,
-        options,
-        judged=cuda,
-        lone_copy=program.plan.has_lone_copy(program.sharding.mesh.size),
-        save_hlo=save_hlo,
-        **about,
-    )
+    compiled, options = compile_hidden(step, args, options, judged=cuda, save_hlo=save_hlo, **about)
     if program.config.profile != "timeline":
         return Compiled(compiled, options, notes, program)
     if hardware is None or not cuda:

@@ -142,7 +142,6 @@ def compile_hidden(
     options: Mapping[str, Any],
     *,
     judged: bool = True,
-    lone_copy: bool = False,
     save_hlo: Path | None = None,
     **arguments: Any,
 ) -> tuple[CompiledStep, Mapping[str, Any]]:
@@ -152,14 +151,13 @@ def compile_hidden(
 
     Args:
         judged: whether windows decide; otherwise the first variant that can be right is taken.
-        lone_copy: see `forebay.xla.options.variants`.
         arguments: those of `compile_step`.
 
     Returns:
         The step and the options that it was compiled with.
     """
     tried: list[tuple[bool, float, int, CompiledStep, Mapping[str, Any]]] = []
-    for number, variant in enumerate(variants(options, lone_copy=lone_copy)):
+    for number, variant in enumerate(variants(options)):
         saved = None if save_hlo is None else save_hlo.with_name(f"{save_hlo.name}.{number}")
         compiled = compile_step(step, args, options=variant, save_hlo=saved, **arguments)
         bytes_exposed = exposed_bytes(compiled.transfers)

@@ -59,8 +59,10 @@ def host_buffers(assignment: Assignment, scopes: BufferScopes) -> HostBuffers:
 def violations(transfers: Iterable[Transfer], buffers: HostBuffers) -> list[str]:
     """One sentence for each tensor of which not every byte of its buffer is written once and read once.
 
-    With microbatches, each of them does. Copies of whole buffers are not counted (a compiler may copy a
-    buffer to change its layout). Of a tensor whose buffer is not found, as much is written as read.
+    The place that is written first may be left unread: nothing of use is there (`forebay.offload.scan`), and where the last
+    layer of the backward pass is outside of the loop, the compiler sees that. With microbatches, each of them does. Copies
+    of whole buffers are not counted (a compiler may copy a buffer to change its layout). Of a tensor whose buffer
+    is not found, as much is written as read.
     """
     transfers = list(transfers)
     tensors = [*buffers, *((t.stack, t.name) for t in transfers if t.stack)]
@@ -70,12 +72,15 @@ def violations(transfers: Iterable[Transfer], buffers: HostBuffers) -> list[str]
     for stack, name in dict.fromkeys(tensors):
         sizes = buffers.get((stack, name), Counter())
         moved: Counter[str] = Counter()
+        layer = 0
         for t in transfers:
             if (t.stack, t.name) == (stack, name) and t.num_bytes not in sizes:
                 moved[t.direction] += t.num_bytes * t.count
+                layer = max(layer, t.num_bytes)
         size = sum(num_bytes * count for num_bytes, count in sizes.items())
         out, back = moved["d2h"], moved["h2d"]
-        if out != back or (size and (out % size or not out)):
+        unread = layer * sizes.total() * (out // size) if size else 0
+        if back not in (out, out - unread) or (size and (out % size or not out)):
             found.append(
                 f"{name} ({stack}): {format_bytes(size)} in host memory, of which {format_bytes(out)} are written and "
                 f"{format_bytes(back)} read in a step"
@@ -113,8 +118,8 @@ def wrong_places(module: Module) -> list[str]:
         if complaint := buffer.write(place) if copy.direction == "d2h" else buffer.read(place):
             found.setdefault(tensor, f"{tensor}: {complaint}")
     for buffer in buffers.values():
-        if buffer.full and not buffer.lost:
-            found.setdefault(buffer.tensor, f"{buffer.tensor}: layer {buffer.full[0]} is written and never read")
+        if (place := buffer.unread()) is not None:
+            found.setdefault(buffer.tensor, f"{buffer.tensor}: layer {place} is written and never read")
     miscounts = [
         f"the loop {m.loop.name} runs {m.counted} times and is noted to run {m.noted} times" for m in follower.miscounts
     ]
@@ -139,6 +144,8 @@ class _Buffer:
         self.tensor = tensor
         self.at_once = at_once
         self.full: list[int] = []
+        self.first: int | None = None
+        """The place that is written first, which holds nothing of use (`violations`)."""
         self.lost = False
         """Whether a place was not known: nothing can be said from then on."""
 
@@ -146,6 +153,7 @@ class _Buffer:
         if place is None or self.lost:
             self.lost = True
             return None
+        self.first = place if self.first is None else self.first
         again = place in self.full
         self.full.append(place)
         return f"layer {place} is written again before it is read" if again else None
@@ -159,6 +167,10 @@ class _Buffer:
         late = len(self.full) - 1 - self.full.index(place)
         self.full.remove(place)
         return f"layer {place} is read {late} layers before its turn" if late >= self.at_once else None
+
+    def unread(self) -> int | None:
+        """A place that is written and never read, if one is."""
+        return None if self.lost else next((place for place in self.full if place != self.first), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,10 +194,11 @@ class _WorkedOut:
         offset, stride = (re.search(rf'"byte_{what}":"(-?\d+)"', numbers) for what in ("offset", "stride"))
         return cls(int(loop[1]) if loop else None, int(offset[1]) if offset else 0, int(stride[1]) if stride else 0)
 
-    def byte(self, iterations: tuple[int, ...], last: int) -> int:
-        """The byte in an iteration; XLA keeps it within 0 and `last`."""
+    def byte(self, iterations: tuple[int, ...]) -> int:
+        """The byte in an iteration, which may be outside of the buffer: XLA does not keep it within, as it does an index
+        (`xla/backends/gpu/runtime/dynamic_slice_fusion_v2_thunk.cc`)."""
         iteration = iterations[self.loop] if self.loop is not None and self.loop < len(iterations) else 0
-        return max(0, min(self.offset + self.stride * iteration, last))
+        return self.offset + self.stride * iteration
 
 
 def _slice_of(module: Module, step: Step) -> tuple[int | None, str | None] | None:
@@ -207,8 +220,7 @@ def _slice_of(module: Module, step: Step) -> tuple[int | None, str | None] | Non
     worked_out = _WorkedOut.of(sliced)
     wrong = None
     if worked_out and offset is not None:
-        last = arrays_of(buffer)[0].num_bytes - moved.num_bytes
-        goes_to = worked_out.byte(step.iterations, last)
+        goes_to = worked_out.byte(step.iterations)
         if goes_to != offset:
             inside_loop = f" (iteration {step.iterations[0]})" if step.iterations else ""
             wrong = f"the copy {start.name} goes to byte {goes_to} of its buffer where the program says {offset}{inside_loop}"

@@ -17,6 +17,8 @@ from forebay.xla.flags import knows_flag
 from forebay.xla.versions import DOUBLE_BUFFERING, compiler_before, distrusted_options
 
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
+PIPELINING = "xla_gpu_enable_pipelined_host_offloading"
+TPU_PIPELINING = "xla_tpu_pipeline_memory_host_transfers"
 TPU_SCHEDULING = "xla_tpu_use_aggressive_scheduling"
 TPU_EARLY_STARTS = "xla_lhs_enable_release_start_policy"
 TPU_GATHERS = "xla_tpu_all_gather_collective_matmul_mode"
@@ -27,12 +29,12 @@ _CHECKER_OPTION, _CHECKER_OFF = "xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNES
 
 _WITHOUT = {
     "xla_gpu_enable_latency_hiding_scheduler": "collectives and copies do not overlap with arithmetic",
-    "xla_gpu_enable_pipelined_host_offloading": "copies end in the layer that starts them",
     DOUBLE_BUFFERING: "what is fetched is copied once more on the device",
     "xla_gpu_experimental_parallel_async_compute_limit": "copies between forward and backward pass wait for one another",
     PROFILE_OPTION: "copies from the host may wait until just before they are needed",
     TPU_SCHEDULING: "copies from the host begin only as early as the compiler thinks they take",
     TPU_EARLY_STARTS: "copies begin only as early as the compiler thinks they take",
+    TPU_PIPELINING: "one layer's copies between forward and backward pass are exposed",
     TPU_GATHERS: "weights may be gathered in pieces where that is slower",
     "xla_gpu_memory_limit_slop_factor": "XLA counts host memory as device memory and may recompute to save it",
 }
@@ -98,7 +100,9 @@ def compiler_options(
     elif platform == "tpu":
         mode = "post_spmd" if collective_matmul else "post_spmd_conservative"
         options = {TPU_GATHERS: mode, TPU_SCATTERS: mode}
-        options |= {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True} if offloads else {}
+        if offloads:
+            # the loops over layers start each copy a layer ahead: the compiler is not to do it once more
+            options |= {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True, TPU_PIPELINING: False}
     else:
         return {}
     lacking = {n: f"this build of XLA has no option {n}" for n in options if not knows_flag(platform, n)}
@@ -126,7 +130,6 @@ def _gpu_options(
         options["xla_gpu_memory_limit_slop_factor"] = memory_limit_percent or _NO_LIMIT
     if offloads:
         options |= {
-            "xla_gpu_enable_pipelined_host_offloading": True,
             DOUBLE_BUFFERING: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
             # copies that are outside of loops count as asynchronous kernels, of which 2 at a time are scheduled
             "xla_gpu_experimental_parallel_async_compute_limit": _COPIES_AT_ONCE,
@@ -137,17 +140,19 @@ def _gpu_options(
     return options
 
 
-def variants(options: Mapping[str, Any], *, lone_copy: bool = False) -> Iterator[dict[str, Any]]:
-    """The options, and those to try where copies are exposed under them.
+def variants(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The options, and those to try where copies are exposed under them, or wrong.
 
-    Without double buffering a scheduler has no second layer in the loop to trade one copy's window
-    against; the price is a copy on the device of what was fetched. Where a layer has a lone copy in each direction and no
-    collectives beside it, the first of them leaves it exposed (docs/overlap.md), and comes last.
+    First XLA's own pipelining of host copies, on top of that of `forebay.scan_layers`. What is fetched may have to be
+    exchanged between devices before the next layer can use it, where its sharding is another than that of what was stored,
+    and its copy then ends before the layer does; XLA's pipelining leaves the exchange in the next iteration, at the price of one
+    more layer at either end of each loop. Then loops that are not double-buffered, in which what is fetched is copied once
+    more on the device.
     """
-    found = [dict(options)]
+    yield dict(options)
     if DOUBLE_BUFFERING in options:
-        found.append({k: v for k, v in options.items() if k != DOUBLE_BUFFERING})
-    yield from reversed(found) if lone_copy else found
+        yield {**options, PIPELINING: True}
+        yield {k: v for k, v in options.items() if k != DOUBLE_BUFFERING}
 
 
 def with_profile(
