@@ -5,7 +5,7 @@
 Six layers on TPU v5p with a vocabulary of 1024 words, compiled up to the schedule without devices: of Llama 2 13B with
 query, key and value offloaded, which the link could just hide, and of Llama 3.1 8B with seven tensors, which it cannot, on
 8 chips; some of it of Llama 2 70B on 64, whose copies need a third of a layer, of Llama 3.1 405B on 128,
-and on one chip; of two also all layers.
+and on one chip.
 The step and its waits are `forebay timeline`'s. Results go to `tpu_parts.md` beside this file.
 """
 
@@ -38,41 +38,28 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "devices": 128, "batch": 128, "seq": 8192, "placement": "minimal_offloaded,decoder_layer_input=host",
         "sizes": SMALL | {"embed": 16384, "heads": 128, "kv_heads": 8, "mlp": 53248},
     },
-    "8B, all layers, seven tensors": {
-        "devices": 8, "batch": 8, "seq": 8192, "placement": "minimal_offloaded,decoder_layer_input=host",
-    },
-    "70B, all layers, eight tensors": {
-        "sizes": {"layers": 80, "embed": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672},
-        "devices": 32, "batch": 32, "seq": 8192, "placement": "minimal_offloaded,decoder_layer_input=host,context=host",
-    },
     "8B, seven tensors, one chip": {
         "devices": 1, "sizes": SMALL, "batch": 1, "seq": 8192, "placement": "minimal_offloaded,decoder_layer_input=host",
     },
 }  # fmt: skip
-WHOLE = (
-    "everything that forebay does",
-    "gathers as libtpu makes them",
-    "the same, stores in any order",
-    "gathers in pieces",
-)
 SOME = {
     "70B, query, key and value": (
-        "everything that forebay does", "without early starts", "without row-major stores", "gathers as libtpu makes them",
-        "gathers in pieces", "aggressive scheduling alone",
+        "everything that forebay does", "without row-major stores", "copies pipelined by libtpu too", "gathers in pieces",
+        "stock scan, no options",
     ),
     "405B, seven tensors": (
-        "everything that forebay does", "gathers in pieces", "gathers as libtpu makes them", "without row-major stores",
-        "gathers in pieces, stores in any order", "no options, stock scan",
+        "everything that forebay does", "without row-major stores", "copies pipelined by libtpu too", "gathers in pieces",
+        "stock scan, no options",
     ),
-    "8B, all layers, seven tensors": WHOLE, "70B, all layers, eight tensors": WHOLE,
     "8B, seven tensors, one chip": (
-        "aggressive scheduling alone", "aggressive, stores carried to the next layer by hand",
+        "everything that forebay does", "without row-major stores", "copies pipelined by libtpu too",
+        "stock scan, no options", "stock scan, aggressive scheduling",
     ),
 }  # fmt: skip
 """What is tried of a program where not all is."""
 AGGRESSIVE = {"xla_tpu_use_aggressive_scheduling": "ENABLED"}
-EXPERIMENTAL = {"xla_tpu_enable_all_experimental_scheduler_features": True}
-MAXTEXT = EXPERIMENTAL | {  # HOST_OFFLOAD_FLAGS of AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py
+MAXTEXT = {  # HOST_OFFLOAD_FLAGS of AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py
+    "xla_tpu_enable_all_experimental_scheduler_features": True,
     "xla_tpu_enable_scheduler_memory_pressure_tracking": True,
     "xla_tpu_host_transfer_overlap_limit": 24,
     "xla_tpu_aggressive_opt_barrier_removal": "ENABLED",
@@ -86,34 +73,23 @@ MAXTEXT = EXPERIMENTAL | {  # HOST_OFFLOAD_FLAGS of AI-Hypercomputer/maxtext, be
 }
 EARLY = {"xla_lhs_enable_release_start_policy": True}
 GATHERS, SCATTERS = "xla_tpu_all_gather_collective_matmul_mode", "xla_tpu_reduce_scatter_collective_matmul_mode"
+ONCE = {"xla_tpu_pipeline_memory_host_transfers": False}
 SURE, PIECES = ({GATHERS: mode, SCATTERS: mode} for mode in ("post_spmd_conservative", "post_spmd"))
 # what the row is called: shape of the program ("" is forebay's own), compiler options
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "everything that forebay does": ("", AGGRESSIVE | EARLY | SURE),
-    "without early starts": ("", AGGRESSIVE | SURE),
-    "without row-major stores": ("any order", AGGRESSIVE | EARLY | SURE),
-    "gathers as libtpu makes them": ("", AGGRESSIVE | EARLY),
-    "the same, stores in any order": ("any order", AGGRESSIVE | EARLY),
-    "gathers in pieces": ("", AGGRESSIVE | EARLY | PIECES),
-    "gathers in pieces, stores in any order": ("any order", AGGRESSIVE | EARLY | PIECES),
-    "aggressive scheduling alone": ("any order", AGGRESSIVE),
-    "no options, stores in any order": ("any order", {}),
-    "no options, stock scan": ("stock", {}),
-    "aggressive, stock scan": ("stock", AGGRESSIVE),
-    "aggressive, layers indexed from an array": ("lax.scan", AGGRESSIVE),
-    "aggressive, stores carried to the next layer by hand": ("late", AGGRESSIVE),
-    "MaxText's flags for offloading": ("any order", MAXTEXT),
-    "all experimental scheduler features": ("any order", EXPERIMENTAL),
-    "async depth over stalls": ("any order", {"xla_lhs_prioritize_async_depth_over_stall": "ENABLED"}),
-    "100 concurrent host copies (5)": ("any order", {"xla_max_concurrent_host_copy": 100}),
-    "aggressive, PCIe bandwidth x 0.1": ("any order", AGGRESSIVE | {"xla_tpu_pcie_bandwidth_multiplier": 0.1}),
-    "aggressive, pipelined loops unrolled": (
-        "any order", AGGRESSIVE | {"xla_tpu_enable_pipelined_loop_unrolling": True},
-    ),
-    "aggressive, host copies not pipelined": (
-        "any order", AGGRESSIVE | {"xla_tpu_pipeline_memory_host_transfers": False},
-    ),
-}  # fmt: skip
+    "everything that forebay does": ("", AGGRESSIVE | EARLY | SURE | ONCE),
+    "without early starts": ("", AGGRESSIVE | SURE | ONCE),
+    "without row-major stores": ("any order", AGGRESSIVE | EARLY | SURE | ONCE),
+    "copies pipelined by libtpu too": ("", AGGRESSIVE | EARLY | SURE),
+    "gathers as libtpu makes them": ("", AGGRESSIVE | EARLY | ONCE),
+    "gathers in pieces": ("", AGGRESSIVE | EARLY | PIECES | ONCE),
+    "aggressive scheduling alone": ("", AGGRESSIVE),
+    "no options": ("", {}),
+    "stock scan, no options": ("stock", {}),
+    "stock scan, aggressive scheduling": ("stock", AGGRESSIVE),
+    "stock scan, forebay's options, copies pipelined by libtpu": ("stock", AGGRESSIVE | EARLY | SURE),
+    "stock scan, MaxText's flags for offloading": ("stock", MAXTEXT),
+}
 
 
 def one(program_name: str, name: str) -> None:
@@ -126,7 +102,7 @@ def one(program_name: str, name: str) -> None:
 
     shape, options = CASES[name]
     if shape:
-        {"stock": stock, "lax.scan": by_scan, "late": late, "any order": any_order}[shape]()
+        {"stock": stock, "any order": any_order}[shape]()
     machine = get_hardware(MACHINE)
     wanted = dict(PROGRAMS[program_name])
     devices = compile_only_devices(machine, wanted.pop("devices"))
@@ -155,91 +131,6 @@ def stock() -> None:
         return jax.lax.scan(lambda x, layer: (checkpointed(layer, x, *constants), None), x, layers)[0]
 
     programs.scan_layers = scan  # type: ignore[assignment]
-
-
-def by_scan() -> None:
-    """The loops of forebay's scan by `jax.lax.scan` over indices."""
-    import jax
-    import jax.numpy as jnp
-
-    from forebay.offload import scan
-
-    any_order()
-
-    def loop(self: Any, body: Any, carry: Any, layers: Any) -> Any:
-        counter = jnp.arange(self.count, dtype=jnp.int32)
-        return jax.lax.scan(lambda carry, k: (body(k, carry), None), carry, counter)[0]
-
-    scan._Range._loop = loop  # type: ignore[method-assign]
-
-
-def late() -> None:
-    """The forward loop stores what the layer before it made, which it carries on the device; one range of layers."""
-    import dataclasses
-
-    import jax
-    import jax.numpy as jnp
-
-    from forebay.offload import scan
-    from forebay.offload.stream import on_host
-
-    any_order()
-    Range = scan._Range
-    init, avals, read, host = Range.__init__, Range.stored_avals, scan._read, jax.memory.Space.Host
-
-    def kept_on_device(self: Any, block: Any, placement: Any, owner: str) -> None:
-        init(self, block, placement, owner)
-        self.to_host = set(placement.names("host"))
-        tensors = {n: "device" if w == "host" else w for n, w in placement.tensors.items()}
-        self.checkpointed = scan.apply(block, dataclasses.replace(placement, tensors=tensors))
-
-    def names(self: Any, layers: Any, x: Any, constants: Any, wanted: Any) -> list[str]:
-        layer, found = scan._one_layer_of(layers), []
-        origins = scan.residuals(self.checkpointed, layer, x, *constants, wanted=wanted.flat)
-        inputs = scan.input_names(self.block, layer, x, *constants)
-
-        def trace(*args: Any) -> Any:
-            _, stored, _, sources = self._one_layer(*args, wanted)
-            pairs = zip(origins, sources, strict=True)
-            found.append([scan._name(o, inputs) for o, s in pairs if s.kind == "stored"])
-            return stored
-
-        jax.make_jaxpr(trace)(layer, x, constants)
-        return found[-1]
-
-    def stored_avals(self: Any, layers: Any, x: Any, constants: Any, wanted: Any) -> Any:
-        pairs = zip(avals(self, layers, x, constants, wanted), names(self, layers, x, constants, wanted), strict=True)
-        return [a.update(memory_space=host) if n in self.to_host else a for a, n in pairs]
-
-    def forward(self: Any, layers: Any, x: Any, constants: Any, wanted: Any, buffers: Any) -> Any:
-        called, carry, vjps = names(self, layers, x, constants, wanted), jax.tree.map(scan._Aval.of, x), []
-
-        def write(buffers: Any, values: Any, k: Any, hosted: bool) -> Any:
-            written = []
-            for buffer, value, name in zip(buffers, values, called, strict=True):
-                with jax.named_scope(f"save:{self.stack}:{name}"):
-                    written.append(scan._write(buffer, value, k) if on_host(buffer) == hosted else buffer)
-            return written
-
-        def body(k: Any, state: Any) -> Any:
-            x, buffers, before = state
-            layer = scan._take(layers, self.first + k, self.stack)
-            y, stored, tree, sources = self._one_layer(layer, x, constants, wanted)
-            vjps.append(scan._LayerVjp(tree, sources, tuple(called), wanted, carry))
-            buffers = write(buffers, before, jnp.maximum(k - 1, 0), hosted=True)
-            buffers = write(buffers, stored, k, hosted=False)
-            return y, buffers, [s if on_host(b) else o for s, b, o in zip(stored, buffers, before, strict=True)]
-
-        nothing = [jnp.zeros(b.shape[1:] if on_host(b) else (), b.dtype) for b in buffers]
-        x, buffers, last = self._loop(body, (x, buffers, nothing), layers)
-        return x, write(buffers, last, jnp.int32(self.count - 1), hosted=True), vjps[-1]
-
-    def fetched(stack: Any, i: Any) -> Any:
-        value = read(stack, i)
-        return jax.device_put(value, jax.memory.Space.Device) if on_host(stack) else value
-
-    Range.__init__, Range.stored_avals, Range.forward = kept_on_device, stored_avals, forward
-    scan._read = fetched
 
 
 def row(program_name: str, name: str) -> dict[str, Any]:
@@ -293,8 +184,8 @@ def write(lines: list[str], installed: dict[str, str]) -> None:
     named = ", ".join(f"{k} {v}" for k, v in installed.items() if k in ("jax", "jaxlib", "libtpu"))
     head = [
         "# What was tried for the copies of a TPU step", "",
-        f"Compiled only, up to the schedule; {named}. Six layers (or all) on {MACHINE}, FSDP, 16384 tokens on each chip (Llama 3.1: 8192),",
-        "of six the vocabulary is cut to 1024. Command: `.venv/bin/python benchmarks/overlap/tpu_parts.py`. D2H and H2D: windows of the",
+        f"Compiled only, up to the schedule; {named}. Six layers on {MACHINE}, FSDP, 16384 tokens on each chip (Llama 3.1: 8192),",
+        "the vocabulary is cut to 1024. Command: `.venv/bin/python benchmarks/overlap/tpu_parts.py`. D2H and H2D: windows of the",
         "copies in loops, the mean by bytes and in brackets the smallest. Step and waits are those of `forebay timeline`.", "",
     ]  # fmt: skip
     (HERE / "tpu_parts.md").write_text("\n".join(head + lines))

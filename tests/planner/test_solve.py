@@ -4,13 +4,14 @@ import dataclasses
 import itertools
 import math
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from problems import best_by_trying, every_plan, random_problem, random_stack
 
 from forebay.errors import UserError
-from forebay.planner.placement import Placement
+from forebay.planner.placement import Placement, Where
 from forebay.planner.problem import LayerProblem, Op, Problem, evaluate, layer_cost
 from forebay.planner.simplify import simplify
 from forebay.planner.solve import solve
@@ -102,7 +103,7 @@ def test_what_a_choice_costs_by_hand():
 
 def test_a_layer_of_what_each_range_moves_stays_until_its_backward_pass():
     p = problem(chain(8), loss_bytes=16 * GIB)
-    moved = {"a": "host", "b": "host"}  # 2 GiB a layer
+    moved: Mapping[str, Where] = {"a": "host", "b": "host"}  # 2 GiB a layer
     for ranges in ([(0, 8)], [(0, 3), (3, 8)]):
         plan = [Placement("layers", r, moved) for r in ranges]
         assert evaluate(p, plan).device_bytes == (16 + 2 * len(ranges)) * GIB

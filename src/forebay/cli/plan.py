@@ -26,8 +26,7 @@ class PlanConfig(ProgramConfig):
         memory_fraction: the share of HBM that XLA may use, where hbm is not given.
         max_batch: find the largest batch per device that fits; batch is then where the search starts.
         search: what to vary besides the placement: mesh, accumulate, or mesh,accumulate.
-        variants: the most ranges of layers with placements of their own, per stack; with more than one, the last layer
-            before the loss may be another.
+        variants: the most ranges of layers with placements of their own, per stack.
         max_compiles: the most plans to compile.
         time_limit_s: seconds that each run of the solver may take.
         output: a file for the plan (-o for short).

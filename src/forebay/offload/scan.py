@@ -243,7 +243,7 @@ class _Range:
         layer, sources = _one_layer_of(layers), []
 
         def one_layer(*args: Any) -> list[Any]:
-            _, stored, _, found = self._one_layer(*args, wanted)
+            _, stored, _, found = self._one_layer(*args, wanted=wanted)
             sources.extend(found)
             return stored
 

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -193,19 +193,19 @@ def settle(problem: Problem, placements: tuple[Placement, ...]) -> tuple[Placeme
     return placements
 
 
-def _changes(problem: Problem, placement: Placement) -> Iterable[dict[str, str]]:
+def _changes(problem: Problem, placement: Placement) -> Iterable[Mapping[str, Where]]:
     stack = problem.stack(placement.stack)
     if EVERYTHING not in placement.tensors:
         yield {EVERYTHING: "device"}
     movable = _movable(problem, placement)
     yield movable | dict(placement.tensors)  # which frees memory only when it is all of it
     for name in stack.names:
-        others = {n: w for n, w in placement.tensors.items() if n != name}
+        others: dict[str, Where] = {n: w for n, w in placement.tensors.items() if n != name}
         yield others
         if EVERYTHING not in others:
-            yield others | {name: "device"}
+            yield {**others, name: "device"}
         if name in movable:
-            yield others | {name: "host"}
+            yield {**others, name: "host"}
 
 
 def _movable(problem: Problem, placement: Placement) -> dict[str, Where]:

@@ -37,7 +37,7 @@ TOLERANCE = {"bfloat16": 2.0**-4, "float32": 2.0**-8}
 """How far a leaf may be off, |offloaded - not| / |not| in its 2-norm, by compute dtype; see `docs/overlap.md`."""
 
 _SHORT = 6
-"""Layers of a range, at most, or one more where its number is odd: pipelined and double-buffered loops peel off
+"""Layers of a range, at most, or one more where its number is odd: double-buffered loops and pipelined ones peel off
 up to three iterations and treat even and odd numbers of the rest differently."""
 
 _SEQUENCE = 512

@@ -58,22 +58,14 @@ def explain(transfers: Sequence[Transfer], limit: MemoryLimit | None, remat_clon
     arrow = "to the host" if worst.direction == "d2h" else "from the host"
     return (
         f"the copy of {worst.name!r} ({worst.stack}) {arrow} has {100 * worst.window:.0f} % of a layer's work to hide "
-        f"behind{others}: {_reason(worst, transfers, limit, remat_clones)}"
+        f"behind{others}: {_reason(limit, remat_clones)}"
     )
 
 
-def _reason(worst: Transfer, transfers: Sequence[Transfer], limit: MemoryLimit | None, remat_clones: int) -> str:
+def _reason(limit: MemoryLimit | None, remat_clones: int) -> str:
     if remat_clones or (limit and limit.reached):
         return "the memory limit of XLA's scheduler is reached, and it gives up overlap first: keep less on the device"
-    if worst.depth > 1:
-        return "the loop over layers is inside another loop, which XLA does not pipeline: scan over all layers at once"
-    peeled = any(
-        t.where == "boundary" and (t.name, t.stack, t.direction) == (worst.name, worst.stack, worst.direction)
-        for t in transfers
+    return (
+        "the scheduler starts it late or ends it early: what is moved may have to be exchanged between devices first, or the "
+        "loop needs it in the layer that moves it, which forebay.scan_layers and forebay.apply arrange otherwise"
     )
-    if not peeled:
-        return (
-            "XLA's loop pipelining did not take it up (it starts and ends in the same layer): it must be indexed by the "
-            "loop's own counter and lie between no barriers, as in forebay.scan_layers"
-        )
-    return "the scheduler starts it late or ends it early although the loop is pipelined"
