@@ -44,16 +44,11 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SOME = {
     "70B, query, key and value": (
-        "everything that forebay does", "without row-major stores", "copies pipelined by libtpu too", "gathers in pieces",
-        "stock scan, no options",
+        "everything that forebay does", "copies pipelined by libtpu too", "gathers in pieces", "stock scan, no options",
     ),
-    "405B, seven tensors": (
-        "everything that forebay does", "without row-major stores", "copies pipelined by libtpu too", "gathers in pieces",
-        "stock scan, no options",
-    ),
+    "405B, seven tensors": ("everything that forebay does", "gathers in pieces", "stock scan, no options"),
     "8B, seven tensors, one chip": (
-        "everything that forebay does", "without row-major stores", "copies pipelined by libtpu too",
-        "stock scan, no options", "stock scan, aggressive scheduling",
+        "everything that forebay does", "copies pipelined by libtpu too", "stock scan, aggressive scheduling",
     ),
 }  # fmt: skip
 """What is tried of a program where not all is."""
@@ -83,8 +78,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "copies pipelined by libtpu too": ("", AGGRESSIVE | EARLY | SURE),
     "gathers as libtpu makes them": ("", AGGRESSIVE | EARLY | ONCE),
     "gathers in pieces": ("", AGGRESSIVE | EARLY | PIECES | ONCE),
-    "aggressive scheduling alone": ("", AGGRESSIVE),
-    "no options": ("", {}),
     "stock scan, no options": ("stock", {}),
     "stock scan, aggressive scheduling": ("stock", AGGRESSIVE),
     "stock scan, forebay's options, copies pipelined by libtpu": ("stock", AGGRESSIVE | EARLY | SURE),
