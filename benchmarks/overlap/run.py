@@ -70,7 +70,7 @@ def build(model: str, hardware: str, devices: int, placement: str, way: str) -> 
     from forebay.train import program as programs
     from forebay.train.config import ProgramConfig
     from forebay.xla.estimate import argument_bytes, offloaded_bytes
-    from forebay.xla.options import compiler_options, memory_limit_percent
+    from forebay.xla.options import TPU_PIPELINING, compiler_options, memory_limit_percent
     from forebay.xla.topology import compile_only_devices
 
     def stock_scan(block: Any, plan: Any, x: Any, layers: Any, *constants: Any, stack: str) -> Any:
@@ -94,6 +94,8 @@ def build(model: str, hardware: str, devices: int, placement: str, way: str) -> 
         machine.platform, deviceless=True, offloads=way != "stock", memory_limit_percent=limit,
         collective_matmul=way == IN_PIECES,
     )  # fmt: skip
+    if way == "stock + options":  # the stock scan has the compiler to move its copies a layer ahead
+        options.pop(TPU_PIPELINING, None)
     return machine, program, options
 
 
