@@ -17,10 +17,13 @@ def compiler_options(plan: Plan, devices: Sequence[Any] | None = None) -> dict[s
     Without it the copies between device and host start and end in the layer that needs them, and XLA counts host memory
     as device memory and recomputes to save it. They are the options under which `forebay.plan` compiled the plan; of one
     that it did not compile, the first choice of several (`forebay.xla.options.variants`). What they come to in a step of
-    yours, `forebay.compile_step(jitted, args).transfers` says.
+    yours, `forebay.compile_step(jitted, args).transfers` says. They are for loops of `forebay.apply` and
+    `forebay.scan_layers`, which start copies a layer ahead. A `jax.lax.scan` of your own over `plan.apply(block)` leaves that
+    to the compiler: on GPUs add `"xla_gpu_enable_pipelined_host_offloading": True`, on TPUs drop
+    `xla_tpu_pipeline_memory_host_transfers`.
 
     Args:
-        plan: what the step's layers run under (`forebay.apply`, `forebay.scan_layers`, `plan.apply`).
+        plan: what the step's layers run under.
         devices: those of the step's mesh, present or compile-only; `jax.devices()` when not given.
 
     Returns:
