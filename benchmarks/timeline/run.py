@@ -62,10 +62,10 @@ CASES = (
         "gb200", 128, 128, 8192, "full", "qkv_proj_offloaded", "model, machine, that only the placement differs",
         "128 GPUs, FSDP over all, one sequence of 8192 tokens each, bfloat16; query, key and value offloaded (as in the "
         "other Llama results; what was offloaded is not public)",
-        remark="Not recomputing query, key and value takes 0.33 s of arithmetic away, 2.1 % of the step. Most of that is lost "
-        "again: in the offloading step's schedule more all-gathers of weights end right after they start, and 0.28 s more is "
-        "spent waiting for them. The scheduler treats all kernels as equally short, so what it hides is partly chance. With the timeline's "
-        "times for both sides (`--profile timeline`, [profile.md](profile.md)) the gain is +4.4 %",
+        remark="Not recomputing query, key and value takes 0.36 s of arithmetic away, 2.3 % of the step. Half of that is lost "
+        "again: in the offloading step's schedule more all-gathers of weights end right after they start, and 0.18 s more is "
+        "spent waiting for them. The scheduler treats all kernels as equally short, so what it hides is partly chance "
+        "([profile.md](profile.md) has what it does with the timeline's times)",
     ),
     Case(
         "70b-h200", "Llama 3.3 70B, 8 H200: query, key and value offloaded against full recompute", 1.069,
@@ -94,8 +94,8 @@ CASES = (
         ("vocab=32000", "embed=5120", "layers=40", "heads=40", "kv_heads=40", "mlp=13824"),
         remark="This row is bound by the link: 480 MiB a layer and direction take 36.6 ms at the 13.8 GB/s that it is taken to reach "
         "(16 nominal, 86 %), a layer's forward pass 32 ms, so that most of the 6.5 % of arithmetic that is saved is waited for again. "
-        "With a link of 15, 15.5, 18, 20, 25 and 32 GB/s in place of 16, and everything else the same, it is -0.6, +0.4, +5.0, +5.4, +5.5 "
-        "and +5.6 %. That is both steps again, by `forebay timeline --hlo` on a machine of that link; 15 is what an older text of the "
+        "With a link of 15, 15.5, 18, 20, 25 and 32 GB/s in place of 16, and everything else the same, it is +0.1, +1.2, +5.7, +6.1, +6.1 "
+        "and +6.1 %. That is both steps again, by `forebay timeline --hlo` on a machine of that link; 15 is what an older text of the "
         "link's source has. One nominal figure decides this row, and was not chosen by it. libtpu's own scheduler takes a v5p's link to "
         "be far faster: 41 bytes a cycle, which is 72 GB/s at 1.75 GHz (`benchmarks/timeline/host_link.py`; of a v6e it has 18 bytes, "
         "which agrees with the 32 GB/s of the same source). The lower figure is kept, since a plan that trusts the higher one "
@@ -109,10 +109,8 @@ CASES = (
         "four sequences of 4096 tokens on each chip, as in MaxText's own later script for this model on v5p (4 Mi tokens on "
         "256 chips); full recompute on the side without offload, of which only the MFU is public",
         ("vocab=32000", "embed=8192", "layers=80", "heads=64", "kv_heads=8", "mlp=28672"),
-        remark="Without regard to the link: from 12 to 32 GB/s it is +2.3 to +2.4 %, a layer's forward pass being three times as long "
-        "as its copies. With libtpu's aggressive scheduling alone it was -0.4 %, for the copies of query, key and value had to "
-        "end within a tenth of a layer; storing them in row-major order (docs/overlap.md) made the difference. Predicted MFU is "
-        "61 and 60 % where 65 and 63 were reported",
+        remark="No copy is waited for: a layer's forward pass is three times as long as its copies. Predicted MFU is 61 and 60 % "
+        "where 65 and 63 were reported",
     ),
 )  # fmt: skip
 
