@@ -21,6 +21,9 @@ import pytest
 
 from forebay.sharding import Sharding, make_mesh, parse_mesh
 
+# started here, lest a test that changes XLA_FLAGS be the first to start it, for those after it too
+assert jax.device_count() == 8
+
 # Examples compile programs: few of them, the same ones in every run. `--hypothesis-profile=campaign` looks further.
 hypothesis.settings.register_profile("default", deadline=None, max_examples=8, derandomize=True, database=None)
 hypothesis.settings.register_profile("campaign", deadline=None, max_examples=200, database=None)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import forebay
 from forebay.planner.placement import Placement
-from forebay.xla.options import PIPELINING, TPU_GATHERS, variants
+from forebay.xla.options import PIPELINING, TPU_GATHERS, TPU_PIPELINING, variants
 from forebay.xla.versions import DOUBLE_BUFFERING
 
 L, D, N = 6, 512, 1024
@@ -60,6 +60,26 @@ def test_where_what_is_fetched_is_exchanged_between_devices_the_second_choice_hi
     first, second, _ = variants(forebay.compiler_options(plan, devices))
     found = [min(windows(plan, devices, o, (None, "fsdp")).values()) for o in (first, second)]
     assert found[0] < 0.9 <= found[1]
+
+
+def test_a_scan_of_ones_own_is_left_to_the_compiler_to_pipeline():
+    plan, devices = placed(u="host", v="host"), there("gb200", 1)
+
+    def own(weights, x):
+        block = plan.apply(lambda x, w: x + forebay.name(jax.nn.gelu(forebay.name(x @ w["in"], "u")), "v") @ w["out"])
+        return (jax.lax.scan(lambda x, w: (block(x, w), None), x, weights)[0].astype(jnp.float32) ** 2).mean()
+
+    whole = NamedSharding(Mesh(devices, "fsdp"), PartitionSpec())
+    weights = {name: jax.ShapeDtypeStruct((L, D, D), jnp.bfloat16) for name in ("in", "out")}
+    least = []
+    for own_scan in (True, False):
+        options = forebay.compiler_options(plan, devices, own_scan=own_scan)
+        step = jax.jit(jax.grad(own), in_shardings=whole, out_shardings=whole, compiler_options=options)
+        made = forebay.compile_step(step, (weights, jax.ShapeDtypeStruct((N, D), jnp.bfloat16)))
+        least.append(min(t.window for t in made.transfers if (t.where, t.direction) == ("loop", "d2h")))
+    assert least[1] < 0.9 <= least[0]
+    on_tpu = [forebay.compiler_options(plan, there("v5p", 8), own_scan=own) for own in (True, False)]
+    assert [TPU_PIPELINING in found for found in on_tpu] == [False, True]
 
 
 def test_there_are_none_on_a_cpu():

@@ -61,7 +61,7 @@ def test_nothing_waits_between_forward_and_backward_pass(kept):
 )
 def test_only_what_the_boundary_lacks_is_counted(where, window, exposed):
     lacking = 100 * (1 - window)
-    assert boundary_exposed_bytes([Transfer("a", "layers", "d2h", where, 100, 1, window, 0, lacking)]) == exposed
+    assert boundary_exposed_bytes([Transfer("a", "layers", "d2h", where, 100, 1, window, lacking)]) == exposed
 
 
 def test_bytes_of_a_layer_are_one_copy_of_each_tensor():

@@ -218,3 +218,25 @@ def test_a_step_that_the_compiler_refuses_is_reported_with_the_size_it_found():
     result = compile_step(step, (jax.ShapeDtypeStruct((8192, 8192), jnp.float32),))
     assert result.refused is not None and "RESOURCE_EXHAUSTED" in result.refused
     assert result.device.total > get_hardware("v5e").usable_hbm_bytes()
+
+
+def test_activations_and_weights_in_host_memory_together():
+    """Every layer's weights come in for each pass, and its activations go out and come back, all a layer ahead."""
+    machine = get_hardware("gb200")
+    config = ProgramConfig(
+        model="llama-tiny", sizes=SIZES, batch=BATCH, seq=SEQ, placement="minimal_offloaded", steps=10,
+        parameters_host_fraction=1.0, optimizer=OptimizerConfig(warmup_steps=1),
+    )  # fmt: skip
+    program = make_program(config, compile_only_devices(machine, DEVICES))
+    step = compile_program(program, machine, deviceless=True).compiled
+    assert step.violations == ()
+    moved = Counter[tuple[str, str]]()
+    for t in step.transfers:
+        if t.where != "update":
+            moved[t.name, t.direction] += t.num_bytes * t.count
+    assert moved["mlpwi_0", "d2h"] == LAYERS * BYTES["mlpwi_0"]
+    assert moved["mlpwi_0", "h2d"] in (LAYERS * BYTES["mlpwi_0"], (LAYERS - 1) * BYTES["mlpwi_0"])
+    assert moved["weight.gate_DF", "h2d"] >= 2 * LAYERS * 4 * EMBED * MLP // DEVICES
+    loops = [t for t in step.transfers if t.where == "loop" and t.stack == "layers"]
+    assert {t.direction for t in loops} == {"d2h", "h2d"}
+    assert min(t.window for t in loops) >= 0.9

@@ -59,12 +59,13 @@ def host_buffers(assignment: Assignment, scopes: BufferScopes) -> HostBuffers:
 def violations(transfers: Iterable[Transfer], buffers: HostBuffers) -> list[str]:
     """One sentence for each tensor of which not every byte of its buffer is written once and read once.
 
-    The place that is written first may be left unread: nothing of use is there (`forebay.offload.scan`), and where the last
-    layer of the backward pass is outside of the loop, the compiler sees that. With microbatches, each of them does. Copies
-    of whole buffers are not counted (a compiler may copy a buffer to change its layout). Of a tensor whose buffer
-    is not found, as much is written as read.
+    With microbatches, each of them does. Copies of whole buffers are not counted (a compiler may copy a
+    buffer to change its layout). Of a tensor whose buffer is not found, as much is written as read. Of stacks whose weights
+    come from the host, the place that is written first may be left unread: nothing of use is there, and the layer that
+    would read it is outside of the loop, where the compiler sees that (`forebay.offload.scan`).
     """
     transfers = list(transfers)
+    streamed = {t.stack for t in transfers if t.name.startswith(WEIGHT)}
     tensors = [*buffers, *((t.stack, t.name) for t in transfers if t.stack)]
     # weights are read twice and gradients by the update, whose loops fetch one slice more than there are
     tensors = [(s, n) for s, n in tensors if s != UPDATE and not n.startswith((WEIGHT, GRADIENT))]
@@ -79,7 +80,7 @@ def violations(transfers: Iterable[Transfer], buffers: HostBuffers) -> list[str]
                 layer = max(layer, t.num_bytes)
         size = sum(num_bytes * count for num_bytes, count in sizes.items())
         out, back = moved["d2h"], moved["h2d"]
-        unread = layer * sizes.total() * (out // size) if size else 0
+        unread = layer * sizes.total() * (out // size) if size and stack in streamed else 0
         if back not in (out, out - unread) or (size and (out % size or not out)):
             found.append(
                 f"{name} ({stack}): {format_bytes(size)} in host memory, of which {format_bytes(out)} are written and "
@@ -95,6 +96,7 @@ def wrong_places(module: Module) -> list[str]:
     cannot be followed (it comes of something else than loops' counters) is passed over.
     """
     copies = {copy.start: copy for copy in host_copies(module)}
+    streamed = {copy.stack for copy in copies.values() if copy.name.startswith(WEIGHT)}
     on_device = {i for i in module.instructions() if i not in copies and _has_worked_out_place(module, i)}
     at_once: Counter[tuple[Instruction, str, str]] = Counter()
     for copy in copies.values():
@@ -114,7 +116,7 @@ def wrong_places(module: Module) -> list[str]:
         if copy is None or copy.stack in ("", UPDATE) or copy.buffer.opcode == "parameter":
             continue  # not residuals of layers: they may be there before the step and stay after it
         most = max(n for (buffer, *_), n in at_once.items() if buffer == copy.buffer)
-        buffer = buffers.setdefault(copy.buffer, _Buffer(tensor, most))
+        buffer = buffers.setdefault(copy.buffer, _Buffer(tensor, most, copy.stack in streamed))
         if complaint := buffer.write(place) if copy.direction == "d2h" else buffer.read(place):
             found.setdefault(tensor, f"{tensor}: {complaint}")
     for buffer in buffers.values():
@@ -137,15 +139,16 @@ class _Buffer:
     """The places of one host buffer that hold a layer's value, in the order in which they were written.
 
     Backward passes take the layers in reverse, so what is read is the last that was written; `at_once` copies
-    of one iteration may be in any order.
+    of one iteration may be in any order. `first_is_spare`: nothing of use is in the place that is written first, and it
+    need not be read; see `violations`.
     """
 
-    def __init__(self, tensor: str, at_once: int):
+    def __init__(self, tensor: str, at_once: int, first_is_spare: bool):
         self.tensor = tensor
         self.at_once = at_once
+        self.first_is_spare = first_is_spare
         self.full: list[int] = []
         self.first: int | None = None
-        """The place that is written first, which holds nothing of use (`violations`)."""
         self.lost = False
         """Whether a place was not known: nothing can be said from then on."""
 
@@ -170,7 +173,10 @@ class _Buffer:
 
     def unread(self) -> int | None:
         """A place that is written and never read, if one is."""
-        return None if self.lost else next((place for place in self.full if place != self.first), None)
+        if self.lost:
+            return None
+        spare = {self.first} if self.first_is_spare else set()
+        return next((place for place in self.full if place not in spare), None)
 
 
 @dataclasses.dataclass(frozen=True)

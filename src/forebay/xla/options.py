@@ -151,7 +151,8 @@ def variants(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     yield dict(options)
     if DOUBLE_BUFFERING in options:
-        yield {**options, PIPELINING: True}
+        if knows_flag("cuda", PIPELINING):
+            yield {**options, PIPELINING: True}
         yield {k: v for k, v in options.items() if k != DOUBLE_BUFFERING}
 
 

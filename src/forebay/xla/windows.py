@@ -36,7 +36,6 @@ class Transfer:
             peeled off, and wherever else the program is not in such a loop.
         window: the share of a layer's matrix and attention FLOPs between start and done, 0 to 1, in an update of
             its bytes in the other direction; the smallest where the copies differ.
-        depth: how many loops the copy is in.
         exposed_bytes: of all copies, each one's bytes times what its own window lacks of a layer's work.
     """
 
@@ -47,7 +46,6 @@ class Transfer:
     num_bytes: int
     count: int
     window: float
-    depth: int = 0
     exposed_bytes: float = dataclasses.field(default=0.0, compare=False)
 
 
@@ -96,8 +94,7 @@ class _Reader:
                 name = f"{GRADIENT}{name}"  # made by the layers, and known by the update that reads it
             elif stack == UPDATE or "optimizer/" in f"{copy.start.op_name}/":
                 window = self._both_ways(copy)
-                depth = self._depth(body)
-                yield copy.start, Transfer(name, stack, copy.direction, "update", copy.num_bytes, times, window, depth)
+                yield copy.start, Transfer(name, stack, copy.direction, "update", copy.num_bytes, times, window)
                 continue
             if in_loop:
                 layer = self.flops.computation(body) / self._layers_of_iteration(body)
@@ -105,18 +102,11 @@ class _Reader:
                 layer = layer_flops.get((stack, copy.direction), self.flops.computation(body))
             window = min(1.0, self._flops_between(copy) / layer) if layer else 0.0
             where = "loop" if in_loop else "boundary"
-            depth = self._depth(body)
-            yield copy.start, Transfer(name, stack, copy.direction, where, copy.num_bytes, times, window, depth)
+            yield copy.start, Transfer(name, stack, copy.direction, where, copy.num_bytes, times, window)
 
     def _layer_loops(self, bodies: set[str]) -> set[str]:
         """The loop bodies with copies in which no other such loop is nested."""
         return {b for b in bodies & set(self.loops) if not any(self._contains(b, other) for other in bodies - {b})}
-
-    def _depth(self, computation: str) -> int:
-        depth = 0
-        while computation in self.loops:
-            computation, depth = self.loops[computation].computation, depth + 1
-        return depth
 
     def _contains(self, outer: str, inner: str) -> bool:
         while inner in self.loops:
