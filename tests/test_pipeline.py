@@ -1,7 +1,6 @@
 """`forebay.plan` on code that is not ours, compiled for GPUs that are not there."""
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,13 +11,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import forebay
-from forebay import pipeline
 from forebay.errors import UserError
-from forebay.planner.placement import Placement
-from forebay.planner.search import Decision, InfeasibleError
-from forebay.xla.compile import Bytes
+from forebay.planner.search import InfeasibleError
 from forebay.xla.options import PROFILE_OPTION
-from forebay.xla.windows import Transfer
 
 L, D, F, N, S = 8, 1024, 4096, 16, 1024
 GIB = 2**30
@@ -150,29 +145,3 @@ def test_a_reverse_scan_is_planned_as_one_range():
     found = forebay.plan(backwards, *program(), hardware="h200", hbm="2.5GiB", verify=False)
     assert len(found.placements) == 1
     jax.eval_shape(forebay.apply(backwards, found), *program())
-
-
-def test_a_large_tpu_is_compiled_for_with_gathers_before_and_within_products_and_the_plan_gets_the_better(monkeypatch):
-    asked = []
-
-    def compiled(step, args, options, **rest):
-        asked.append(options["xla_tpu_all_gather_collective_matmul_mode"] == "post_spmd")
-        copy = Transfer("dot_0", "layers", "d2h", "loop", 2**20, L, 1.0 if asked[-1] else 0.4)
-        size = Bytes(2**20, 0, 0, 0)
-        return SimpleNamespace(
-            transfers=(copy,), violations=(), refused=None, device=size, host=size, compile_time_s=0.0, versions={},
-            remat=SimpleNamespace(count=0), peak_rows=lambda memory: (),
-        ), options  # fmt: skip
-
-    monkeypatch.setattr("forebay.xla.compile.compile_hidden", compiled)
-    monkeypatch.setattr(pipeline, "of_compiled", lambda *_: None)
-    monkeypatch.setattr("forebay.xla.gathers.are_reduced", lambda devices: devices[0].platform == "tpu")
-    machine, base = forebay.get_hardware("v5p"), forebay.Plan((), hardware="v5p")
-    parameters, x = program()
-    compile_plan, _ = pipeline._compiler(loss, parameters, (x,), machine, None, None, base, machine.hbm_bytes)
-    assert compile_plan is not None
-    made = compile_plan(Decision((Placement("layers", (0, L), {"dot_0": "host"}),)))
-    assert asked == [False, True] and made.collective_matmul is True
-    assert [n for n in made.notes if n.startswith("weights are gathered in pieces")] == list(made.notes)
-    kept = compile_plan(Decision((Placement("layers", (0, L), {"dot_0": "device"}),)))
-    assert asked[2:] == [False] and kept.collective_matmul is None, "nothing is stored"

@@ -95,7 +95,7 @@ def one(way: Way, smoke: bool) -> dict[str, Any]:
         options = step_options(dataclasses.replace(program, plan=_kept(program.plan)), machine, deviceless=False)[0]
     else:
         done = compile_program(program, machine, deviceless=False)
-        program, options, compiled = done.program, done.options, done.compiled
+        options, compiled = done.options, done.compiled
         flops = program.flops_per_step
         timeline = None if machine is None else of_compiled(compiled, machine, 1, flops)
         row |= {

@@ -8,9 +8,7 @@ device, FSDP) compiled for machines that are not there, in a process of its own,
 - stock: `jax.lax.scan` over `jax.checkpoint` with the same offload policy, and the options that any
   step gets (latency hiding scheduler), as a user without forebay would write it;
 - stock + options (TPUs; for GPUs see `parts.py`): the same program with the options that forebay chooses;
-- forebay: `forebay.scan_layers`, with these options. Where libtpu makes all-reduces of all-gathers, weights are gathered
-  before their products, and where that leaves copies exposed also in pieces; the table has the one that
-  `forebay.xla.gathers` keeps.
+- forebay: `forebay.scan_layers`, with these options.
 
 A window is the share of one layer's matrix and attention FLOPs between a copy's start and its done; the
 figures are means over the copies in loops, weighted by bytes, and the smallest. TPU steps are compiled up to the
@@ -54,8 +52,7 @@ PLACEMENTS = {
     "typical": "minimal_offloaded,decoder_layer_input=host",
     "everything": "minimal_offloaded,decoder_layer_input=host,context=host",
 }
-IN_PIECES = "forebay (gathers in pieces)"
-WAYS = ("stock", "stock + options", "forebay", IN_PIECES)
+WAYS = ("stock", "stock + options", "forebay")
 TPUS = ("v5e", "v5p", "v6e", "tpu7x")
 STORED = HERE / "results.json"
 GIB = 2**30
@@ -90,10 +87,7 @@ def build(model: str, hardware: str, devices: int, placement: str, way: str) -> 
         limit = memory_limit_percent(machine.hbm_bytes, machine.usable_hbm_bytes(), arguments, host)
     if machine.platform == "tpu" and way == "stock":
         return machine, program, {}
-    options = compiler_options(
-        machine.platform, deviceless=True, offloads=way != "stock", memory_limit_percent=limit,
-        collective_matmul=way == IN_PIECES,
-    )  # fmt: skip
+    options = compiler_options(machine.platform, deviceless=True, offloads=way != "stock", memory_limit_percent=limit)
     if way == "stock + options":  # the stock scan has the compiler to move its copies a layer ahead
         options.pop(TPU_PIPELINING, None)
     return machine, program, options
@@ -211,8 +205,6 @@ def on_tpu(*case: Any) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     from forebay.hardware import get_hardware
 
-    rows = kept(rows)
-
     def window(row: dict[str, Any], direction: str) -> str:
         key = f"{direction}_loop_window"
         return f"{row[key]:.2f} ({row[f'{direction}_loop_smallest']:.2f})" if key in row else ""
@@ -222,8 +214,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         key = "cpu_s" if "cpu_s" in row else "compile_time_s"
         if stock is None or key not in stock or row.get("run") != stock.get("run"):
             return ""
-        alone = f" ({row['cpu_alone_s'] / stock[key]:.2f} alone)" if "cpu_alone_s" in row else ""
-        return f"{row[key] / stock[key]:.2f}{alone}"
+        return f"{row[key] / stock[key]:.2f}"
 
     def host(row: dict[str, Any]) -> str:
         there = get_hardware(row["hardware"]).host.memory_bytes_per_device
@@ -284,59 +275,11 @@ def main() -> None:
             for way in ways:
                 if way not in there:
                     rows.append(row(*group, way) | {"run": run})
-                if way == "forebay" and IN_PIECES not in there and _is_open([*stored(), *rows], group):
-                    ways.append(IN_PIECES)
             if rows:
                 merge(rows)
                 print("\n".join(table([r for r in stored() if _group(r) == group])[2:]), flush=True)
     if stored():
         merge([])
-
-
-def _is_open(rows: list[dict[str, Any]], group: tuple[Any, ...]) -> bool:
-    """Whether gathers in pieces are to be tried."""
-    from forebay.hardware import get_hardware
-    from forebay.xla.gathers import are_reduced
-    from forebay.xla.topology import compile_only_devices
-
-    _, hardware, devices, _ = group
-    whole = next(trial(r) for r in reversed(rows) if _group(r) == group and r["way"] == "forebay")
-    return hardware in TPUS and are_reduced(compile_only_devices(get_hardware(hardware), devices)) and whole.is_open
-
-
-def trial(row: dict[str, Any]) -> Any:
-    from forebay.hardware import get_hardware
-    from forebay.xla.gathers import Trial
-
-    usable = get_hardware(row["hardware"]).usable_hbm_bytes()
-    fits = row["refused"] is None and row["temporaries"] + row["arguments"] <= usable
-    return Trial(
-        row["way"] == IN_PIECES,
-        bool(row.get("violations")),
-        fits,
-        row.get("exposed_bytes", 0.0),
-        row.get("step_time_s"),
-        row.get("waits_for_copies_s"),
-    )
-
-
-def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows without those of a way of gathering that was tried and not kept; of the one that was, the name says it."""
-    from forebay.xla.gathers import better
-
-    found = []
-    for row in rows:
-        tried = [r for r in rows if _group(r) == _group(row) and r["way"] in ("forebay", IN_PIECES)]
-        if row not in tried or len(tried) == 1:
-            found.append(row)
-        elif trial(row) == better(map(trial, tried)):
-            (other,) = (r for r in tried if r is not row)
-            if row["way"] == IN_PIECES:
-                name = f"{IN_PIECES.removesuffix(')')}; {other['step_time_s']:.2f} s without)"
-            else:
-                name = f"forebay ({other['step_time_s']:.2f} s with gathers in pieces)"
-            found.append(row | {"way": name, "cpu_s": sum(r["cpu_s"] for r in tried), "cpu_alone_s": row["cpu_s"]})
-    return found
 
 
 def row(*case: Any) -> dict[str, Any]:
@@ -356,7 +299,6 @@ def stored() -> list[dict[str, Any]]:
 def merge(new: list[dict[str, Any]]) -> None:
     """Writes the rows that are stored by now, with `new` in place of those of the same programs."""
     replaced = {(*_group(r), r["way"]) for r in new}
-    replaced |= {(*_group(r), IN_PIECES) for r in new if r["way"] == "forebay"}
     rows = [r for r in stored() if (*_group(r), r["way"]) not in replaced and r["way"] in WAYS] + new
     cases, placements = [c[:3] for c in CASES], list(PLACEMENTS.values())
     rows.sort(key=lambda r: (cases.index(_group(r)[:3]), placements.index(r["placement"]), WAYS.index(r["way"])))
@@ -372,10 +314,7 @@ def merge(new: list[dict[str, Any]]) -> None:
         "waits are `forebay timeline`'s, of TPU rows only. The link's part of the waits is what it needs to move a step's bytes",
         "beyond the work of the forward pass, one way, and of the backward pass, the other; a schedule does with less only where",
         "copies run while the step waits for something else, collectives for one.",
-        "Where libtpu makes all-reduces of all-gathers (128 v5p) and copies stay exposed, forebay compiles once more with weights",
-        "gathered in pieces: the row says which was kept, and the step of the other. Its compile time is that of both, and in",
-        "brackets that of the one kept: with the plan's file, which has the choice, there is no other. Where a host has less",
-        "memory for each device than a step takes, the table says what it has: these do not fit. What",
+        "Where a host has less memory for each device than a step takes, the table says what it has: these do not fit. What",
         "the columns mean and why the figures are what they are: [docs/overlap.md](../../docs/overlap.md).", "",
         *table(rows), "",
     ]  # fmt: skip

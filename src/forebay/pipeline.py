@@ -17,7 +17,7 @@ from forebay.planner.rank import rank
 from forebay.planner.reasons import reasons, shadow_price, unnamed_notes
 from forebay.planner.search import MAX_COMPILES, Compile, Decision, Found, Measured, search
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
-from forebay.timeline.compare import difference, of_compiled, step_and_waits
+from forebay.timeline.compare import difference, of_compiled
 from forebay.units import MiB, format_seconds, parse_bytes
 
 HOST_SHARE = 0.8
@@ -90,9 +90,7 @@ def plan(
     )
     compile_plan, why_not = None, "it was not asked for (verify=False)"
     if verify:
-        compile_plan, why_not = _compiler(
-            loss, parameters, args, machine, mesh, optimizer, base, device_budget(machine, hbm)
-        )
+        compile_plan, why_not = _compiler(loss, parameters, args, machine, mesh, optimizer, base)
     return find_plan(
         costed, base, compile_plan, why_not, variants=variants, max_compiles=max_compiles, time_limit_s=time_limit_s,
         progress=progress,
@@ -148,7 +146,6 @@ def find_plan(
         alternatives=tuple(alternatives(costed, found)),
         reasons=tuple(reasons(found.problem, found.placements)),
         notes=tuple(notes),
-        collective_matmul=base.collective_matmul if found.measured is None else found.measured.collective_matmul,
     )
 
 
@@ -276,7 +273,6 @@ def _compiler(
     mesh: Any,
     optimizer: Any,
     base: Plan,
-    budget_bytes: int,
 ) -> tuple[Compile | None, str | None]:
     """A function that compiles the step under some placements, or why there is none."""
     import jax
@@ -285,7 +281,6 @@ def _compiler(
     from forebay.offload.apply import apply
     from forebay.xla.compile import CompiledStep, compile_hidden
     from forebay.xla.exposure import explain
-    from forebay.xla.gathers import are_reduced, compile_gathers
     from forebay.xla.invariants import explain_violations
     from forebay.xla.options import PROFILE_OPTION, compiler_options
     from forebay.xla.topology import compile_only_devices
@@ -315,9 +310,7 @@ def _compiler(
     deviceless = devices[0] not in jax.devices()
     state = None if optimizer is None else jax.eval_shape(optimizer.init, shapes[0])
 
-    chosen: dict[bool | None, Mapping[str, Any]] = {}
-
-    def compiled_under(plan: Plan) -> CompiledStep:
+    def compiled_under(plan: Plan) -> tuple[CompiledStep, Mapping[str, Any]]:
         planned = apply(loss, plan)
         gradient = jax.value_and_grad(lambda p, *a: _scalar(planned(p, *a)), allow_int=True)
 
@@ -348,27 +341,11 @@ def _compiler(
             machine.platform,
             deviceless=deviceless,
             offloads=plan.stores,
-            collective_matmul=bool(plan.collective_matmul),
         )
-        compiled, chosen[plan.collective_matmul] = compile_hidden(
-            jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda"
-        )
-        return compiled
-
-    def simulate(compiled: CompiledStep) -> tuple[float, float] | None:
-        return step_and_waits(of_compiled(compiled, machine, len(devices)))
+        return compile_hidden(jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda")
 
     def compile_plan(decision: Decision) -> Measured:
-        plan = dataclasses.replace(base, placements=decision.placements, model=None)
-        in_pieces, notes = plan.collective_matmul, []
-        if in_pieces is None and plan.stores and are_reduced(devices):
-            kept = compile_gathers(
-                lambda way, _: compiled_under(dataclasses.replace(plan, collective_matmul=way)),
-                simulate=simulate, budget_bytes=budget_bytes,
-            )  # fmt: skip
-            compiled, in_pieces, notes = kept.compiled, kept.in_pieces, [kept.note] if kept.note else []
-        else:
-            compiled = compiled_under(plan)
+        compiled, options = compiled_under(dataclasses.replace(base, placements=decision.placements, model=None))
         if compiled.violations:
             raise WrongNumbersError(explain_violations(compiled.violations))
         report = {
@@ -379,14 +356,13 @@ def _compiler(
             "compile_time_s": compiled.compile_time_s,
             "versions": dict(compiled.versions),
             # without those that are the compiling machine's
-            "compiler_options": {k: v for k, v in chosen[in_pieces].items() if k != PROFILE_OPTION},
+            "compiler_options": {k: v for k, v in options.items() if k != PROFILE_OPTION},
         }
         shown = explain(compiled.transfers, None, compiled.remat.count)
-        notes += [] if shown is None else [shown]
         made = report["timeline"] = of_compiled(compiled, machine, len(devices))
         return Measured(
-            compiled.device.total, compiled.host.total, compiled.refused is not None, report, tuple(notes),
-            None if made is None else made["step_time_s"], in_pieces,
+            compiled.device.total, compiled.host.total, compiled.refused is not None, report,
+            () if shown is None else (shown,), None if made is None else made["step_time_s"],
         )  # fmt: skip
 
     return compile_plan, None

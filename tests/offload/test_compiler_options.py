@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import forebay
 from forebay.planner.placement import Placement
-from forebay.xla.options import PIPELINING, TPU_GATHERS, TPU_PIPELINING, variants
+from forebay.xla.options import PIPELINING, TPU_PIPELINING, variants
 from forebay.xla.versions import DOUBLE_BUFFERING
 
 L, D, N = 6, 512, 1024
@@ -99,11 +99,3 @@ def test_they_are_those_that_the_plan_was_compiled_with():
         made = forebay.Plan(plan.placements, compiled={"compiler_options": tried})
         assert forebay.compiler_options(made, devices) == tried
     assert DOUBLE_BUFFERING in first and DOUBLE_BUFFERING not in third and pipelined == first | {PIPELINING: True}
-
-
-@pytest.mark.parametrize(
-    ("decided", "mode"), [(None, "post_spmd_conservative"), (False, "post_spmd_conservative"), (True, "post_spmd")]
-)
-def test_a_tpu_gathers_as_the_plan_says(decided, mode):
-    plan = forebay.Plan(placed(u="host").placements, collective_matmul=decided)
-    assert forebay.compiler_options(plan, there("v5p", 8))[TPU_GATHERS] == mode

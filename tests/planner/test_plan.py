@@ -57,7 +57,6 @@ plans = st.builds(
     alternatives=st.lists(objects, max_size=2).map(tuple),
     reasons=st.lists(objects, max_size=2).map(tuple),
     notes=st.lists(st.text(), max_size=2).map(tuple),
-    collective_matmul=st.none() | st.booleans(),
 )
 
 
@@ -95,20 +94,6 @@ def test_the_shape_of_the_file():
         "reasons": [],
         "notes": [],
     }
-
-
-def test_how_weights_are_gathered_is_in_the_file_where_it_is_decided():
-    assert plan().collective_matmul is None and "collective_matmul" not in plan().to_json()
-    for decided in (True, False):
-        assert plan(collective_matmul=decided).to_json() == plan().to_json() | {"collective_matmul": decided}
-
-
-@pytest.mark.parametrize("value", ["false", 0, [], {}], ids=str)
-def test_a_way_of_gathering_that_is_none(value):
-    message = refused(lambda: Plan.from_json(plan().to_json() | {"collective_matmul": value}, "the file x"))
-    assert (
-        message.startswith("the file x is damaged: collective_matmul is ") and "must be true, false or null" in message
-    )
 
 
 def test_what_layers_store_to_the_host():

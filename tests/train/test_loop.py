@@ -74,19 +74,6 @@ def run(config: TrainConfig, devices=None):
     return result, output.getvalue()
 
 
-def test_what_the_compile_decided_is_in_the_plan_of_the_run(config, monkeypatch):
-    def decided(program, hardware):
-        return (
-            dataclasses.replace(program, plan=dataclasses.replace(program.plan, collective_matmul=True)),
-            {},
-            ("a note",),
-        )
-
-    monkeypatch.setattr(loop, "run_options", decided)
-    _, output = run(dataclasses.replace(config, steps=3))
-    assert Plan.load(Path(config.run_dir) / "plan.json").collective_matmul is True and "note: a note" in output
-
-
 def losses(config: TrainConfig) -> list[float]:
     return [r["loss"] for r in read_metrics(Path(config.run_dir))]
 

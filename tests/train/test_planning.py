@@ -14,9 +14,8 @@ from forebay.train.config import ProgramConfig
 from forebay.train.planning import Compiled, planned_host_bytes, planned_program, refuse_host_bytes, run_plan
 from forebay.train.program import make_program
 from forebay.train.run_config import TrainConfig
-from forebay.xla.options import PROFILE_OPTION, TPU_GATHERS
+from forebay.xla.options import PROFILE_OPTION
 from forebay.xla.topology import compile_only_devices
-from forebay.xla.windows import Transfer
 
 GIB = 2**30
 
@@ -122,19 +121,19 @@ def test_a_run_is_compiled_with_the_profile_that_it_asks_for(monkeypatch, profil
     def compiled(program, hardware, **rest):
         asked.append(program.config.profile)
         step: Any = SimpleNamespace(violations=())
-        return Compiled(step, {"profiled": 1}, ("a note",), program)
+        return Compiled(step, {"profiled": 1}, ("a note",))
 
     monkeypatch.setattr(planning, "compile_program", compiled)
     config = ProgramConfig(model="llama-tiny", batch=8, seq=64, placement=placement, profile=profile)
     program = make_program(config, compile_only_devices(get_hardware("h200"), 8))
-    _, options, notes = planning.run_options(program, get_hardware("h200"))
+    options, notes = planning.run_options(program, get_hardware("h200"))
     assert len(asked) == compiles and (("profiled" in options), ("a note" in notes)) == (bool(compiles), bool(compiles))
 
 
 def test_a_machine_that_is_not_known_has_no_times_to_tell(monkeypatch):
     config = ProgramConfig(model="llama-tiny", batch=8, seq=64, placement="full", profile="timeline")
     program = make_program(config, compile_only_devices(get_hardware("h200"), 8))
-    _, options, notes = planning.run_options(program, None)
+    options, notes = planning.run_options(program, None)
     assert PROFILE_OPTION not in options and any("profile=timeline does nothing" in n for n in notes)
 
 
@@ -144,96 +143,13 @@ def test_a_profile_that_does_not_exist_is_refused():
         make_program(config, compile_only_devices(get_hardware("h200"), 8))
 
 
-# ------------------------------------------------------------------ how a TPU gathers weights
-
-
-@pytest.fixture
-def asked(monkeypatch) -> list[bool | None]:
-    """Compiles nothing, and says that without gathers in pieces a copy is exposed; the ways that are asked for. Eight chips
-    are many."""
-    asked = []
-
-    def compiled(step, args, options, **rest):
-        in_pieces = step.__wrapped__.__self__.plan.collective_matmul
-        assert options.get(TPU_GATHERS) in (None, "post_spmd" if in_pieces else "post_spmd_conservative")
-        asked.append(in_pieces)
-        copy = Transfer("mlpwi_0", "layers", "h2d", "loop", GIB, 2, 1.0 if in_pieces else 0.4)
-        step = SimpleNamespace(
-            transfers=(copy,), violations=(), refused="lack of memory", device=SimpleNamespace(total=GIB),
-            host=SimpleNamespace(total=GIB),
-        )  # fmt: skip
-        return step, options
-
-    monkeypatch.setattr(planning, "compile_hidden", compiled)
-    monkeypatch.setattr("forebay.xla.gathers._REDUCED_FROM", 8)
-    return asked
+# ------------------------------------------------------------------ a single layer
 
 
 def on(hardware, placement="mlpwi_0=host", devices=8, **changes):
     sizes = {"layers": 3, "embed": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp": 64, "vocab": 264}
     config = ProgramConfig(model="llama-tiny", sizes=sizes, batch=8, seq=64, placement=placement, **changes)
     return make_program(config, compile_only_devices(get_hardware(hardware), devices))
-
-
-def test_a_tpu_step_whose_copies_are_exposed_is_compiled_both_ways_and_the_program_says_which_was_kept(asked):
-    machine = get_hardware("v5p")
-    done = planning.compile_program(on("v5p"), machine, deviceless=True)
-    assert asked == [False, True] and done.program.plan.collective_matmul is True
-    assert done.compiled.transfers[0].window == 1.0
-    assert [n for n in done.notes if n.startswith("weights are gathered in pieces")] == list(done.notes)
-    program, options, notes = planning.run_options(on("v5p"), machine)
-    assert program.plan.collective_matmul is True and options == done.options and notes == done.notes
-    asked.clear()
-    again = planning.compile_program(done.program, machine, deviceless=True)  # as `train` with this plan's file
-    assert asked == [True] and again.program.plan.collective_matmul is True and again.notes == ()
-
-
-@pytest.mark.parametrize(
-    ("hardware", "placement", "changes"),
-    [
-        ("h200", "mlpwi_0=host", {}),
-        ("v6e", "mlpwi_0=host", {}),
-        ("v5p", "mlpwi_0=host", {"devices": 4}),
-        ("v5p", "minimal", {}),
-        ("v5p", "minimal", {"optimizer_host_fraction": 1.0}),
-    ],
-)
-def test_there_is_nothing_to_try_elsewhere(asked, hardware, placement, changes):
-    done = planning.compile_program(on(hardware, placement, **changes), get_hardware(hardware), deviceless=True)
-    assert asked == [None] and done.program.plan.collective_matmul is None
-
-
-def test_a_machine_that_is_not_known_has_both_ways_tried_too(asked):
-    assert planning.compile_program(on("v5p"), None, deviceless=True).program.plan.collective_matmul is True
-    assert asked == [False, True]
-
-
-@pytest.mark.parametrize("in_pieces", [True, False])
-def test_a_plan_file_that_decided_is_what_runs(asked, tmp_path, in_pieces):
-    file = tmp_path / "plan.json"
-    dataclasses.replace(on("v5p").plan, collective_matmul=in_pieces).save(file)
-    program = on("v5p", "", plan=str(file))
-    assert planning.compile_program(program, get_hardware("v5p"), deviceless=True).program == program
-    assert asked == [in_pieces]
-
-
-def test_a_planned_program_has_the_way_that_was_kept_of_its_plan(monkeypatch):
-    def compiled(program, hardware, **rest):
-        plan = dataclasses.replace(program.plan, collective_matmul=True)
-        step: Any = SimpleNamespace(
-            violations=(), refused=None, device=SimpleNamespace(total=GIB), host=SimpleNamespace(total=0)
-        )
-        return Compiled(step, {}, ("gathered in pieces",), dataclasses.replace(program, plan=plan))
-
-    monkeypatch.setattr(planning, "compile_program", compiled)
-    monkeypatch.setattr(planning, "compile_json", lambda *_: {"exposed": None})
-    monkeypatch.setattr(planning, "of_compiled", lambda *_, **__: None)
-    config = ProgramConfig(model="llama-tiny", batch=4, seq=64)
-    found = planned_program(config, compile_only_devices(get_hardware("v5p"), 4), get_hardware("v5p")).plan
-    assert found.collective_matmul is True and "gathered in pieces" in found.notes
-
-
-# ------------------------------------------------------------------ a single layer
 
 
 def test_a_single_layer_that_is_placed_on_the_host_is_said_to_stay_on_the_device():

@@ -14,6 +14,7 @@ from forebay.sharding import make_mesh, parse_mesh
 from forebay.xla import options as module
 from forebay.xla.estimate import argument_bytes, offloaded_bytes
 from forebay.xla.options import (
+    MEMORY_LIMIT,
     PIPELINING,
     PROFILE_OPTION,
     TPU_EARLY_STARTS,
@@ -40,11 +41,10 @@ def offloading(environ: dict[str, str] | None = None):
 
 
 def test_only_a_step_that_offloads_gets_the_recipe_of_its_platform():
-    for in_pieces, mode in [(False, "post_spmd_conservative"), (True, "post_spmd")]:
-        both = compiler_options("tpu", deviceless=True, offloads=False, collective_matmul=in_pieces)
-        assert both == {TPU_GATHERS: mode, TPU_SCATTERS: mode}
-        moves = compiler_options("tpu", deviceless=True, offloads=True, collective_matmul=in_pieces)
-        assert moves == both | {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True, TPU_PIPELINING: False}
+    both = compiler_options("tpu", deviceless=True, offloads=False)
+    assert both == {TPU_GATHERS: "post_spmd_conservative", TPU_SCATTERS: "post_spmd_conservative"}
+    moves = compiler_options("tpu", deviceless=True, offloads=True)
+    assert moves == both | {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True, TPU_PIPELINING: False}
     assert compiler_options("cpu", deviceless=False, offloads=True) == {}
     plain = compiler_options("cuda", deviceless=True, offloads=False)
     assert not {DOUBLE_BUFFERING, PROFILE_OPTION, "xla_gpu_memory_limit_slop_factor"} & set(plain)
@@ -89,6 +89,39 @@ def test_an_option_that_libtpu_lacks_is_dropped_and_the_loss_told(monkeypatch):
     with pytest.warns(UserWarning, match=f"{TPU_SCHEDULING}: copies from the host") as warned:
         found = compiler_options("tpu", deviceless=True, offloads=True)
     assert set(found) == {TPU_EARLY_STARTS, TPU_PIPELINING, TPU_GATHERS, TPU_SCATTERS} and len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "name", "value"),
+    [
+        ("cuda", "XLA_FLAGS", DOUBLE_BUFFERING, "NO_UNROLL"),
+        ("cuda", "XLA_FLAGS", MEMORY_LIMIT, "90"),
+        ("tpu", "LIBTPU_INIT_ARGS", TPU_GATHERS, "post_spmd"),
+        ("tpu", "XLA_FLAGS", TPU_PIPELINING, "true"),
+    ],
+)
+def test_what_the_environment_sets_is_left_to_it_and_the_loss_told(platform, variable, name, value):
+    ours = compiler_options(platform, deviceless=True, offloads=True, environ={})
+    with pytest.warns(UserWarning, match=f"sets {name}={value}, instead of {ours[name]}: ") as warned:
+        found = compiler_options(
+            platform, deviceless=True, offloads=True, environ={variable: f'--xla_foo --{name}=x --{name}="{value}"'}
+        )
+    assert found == {n: v for n, v in ours.items() if n != name} and len(warned) == 1
+
+
+def test_an_environment_that_sets_the_same_or_what_cannot_be_is_not_worth_a_word():
+    ours = offloading()
+    scheduler = "xla_gpu_enable_latency_hiding_scheduler"
+    found = offloading(
+        {"XLA_FLAGS": f"--{scheduler} --xla_gpu_autotune_level=4", "LIBTPU_INIT_ARGS": f"--{MEMORY_LIMIT}=1"}
+    )
+    assert found == {n: v for n, v in ours.items() if n != scheduler}, "and without a device nothing is timed"
+
+
+def test_pipelining_that_the_environment_decides_is_not_tried(monkeypatch):
+    options = {DOUBLE_BUFFERING: "X", "other": 1}
+    monkeypatch.setenv("XLA_FLAGS", f"--{PIPELINING}=false")
+    assert list(variants(options)) == [options, {"other": 1}]
 
 
 def test_variants_begin_with_the_options_themselves():

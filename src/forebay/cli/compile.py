@@ -59,7 +59,7 @@ def run(config: CompileConfig) -> int:
             program, hardware, deviceless=True, memory_fraction=config.memory_fraction,
             save_hlo=None if config.save_hlo is None else Path(config.save_hlo),
         )  # fmt: skip
-        report = compile_json(done.compiled, done.program, hardware, config.memory_fraction, done.options)
+        report = compile_json(done.compiled, program, hardware, config.memory_fraction, done.options)
         report["notes"] += done.notes
     if config.json:
         json.dump(report, sys.stdout, indent=2)

@@ -140,7 +140,6 @@ def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Step:
     with tempfile.TemporaryDirectory(prefix="forebay-timeline-") as folder:
         hlo = Path(folder) / "step.hlo" if config.save_hlo is None else Path(config.save_hlo)
         done = compile_program(program, hardware, deviceless=True, memory_fraction=config.memory_fraction, save_hlo=hlo)
-        program = done.program
         made = timeline(
             hlo, hardware, devices=len(devices), trip_counts=trips, model_flops=program.flops_per_step / len(devices),
             fused_attention=program.kernel.stands_in,

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 
 from forebay.planner.plan import Plan
-from forebay.xla.flags import knows_flag
-from forebay.xla.options import PIPELINING, TPU_PIPELINING, variants
+from forebay.xla.options import PIPELINING, TPU_PIPELINING, may_pipeline, variants
 from forebay.xla.options import compiler_options as options_for
 from forebay.xla.versions import DOUBLE_BUFFERING
 
@@ -35,16 +34,13 @@ def compiler_options(plan: Plan, devices: Sequence[Any] | None = None, *, own_sc
     """
     devices = jax.devices() if devices is None else list(devices)
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
-    options = options_for(
-        platform, deviceless=devices[0] not in jax.devices(), offloads=plan.offloads,
-        collective_matmul=bool(plan.collective_matmul),
-    )  # fmt: skip
+    options = options_for(platform, deviceless=devices[0] not in jax.devices(), offloads=plan.offloads)
     found, compiled_with = list(variants(options)), (plan.compiled or {}).get("compiler_options", options)
     best = min(
         found, key=lambda v: sum((name in v) != (name in compiled_with) for name in (DOUBLE_BUFFERING, PIPELINING))
     )
     if own_scan and plan.offloads:
         best.pop(TPU_PIPELINING, None)
-        if knows_flag(platform, PIPELINING):
+        if may_pipeline(platform):
             best[PIPELINING] = True
     return best

@@ -35,8 +35,6 @@ class Plan:
         verified: whether the plan was compiled and found to fit.
         reasons: for each tensor of each range, JSON-like: its bytes, where it went, what else would have cost.
         notes: what a reader of it should know.
-        collective_matmul: whether a TPU's products gather the weights that they need in pieces; None where that is not
-            decided: a compile then tries where it may matter (`forebay.xla.gathers`).
     """
 
     placements: tuple[Placement, ...]
@@ -54,7 +52,6 @@ class Plan:
     alternatives: tuple[Mapping[str, Any], ...] = ()
     reasons: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    collective_matmul: bool | None = None
 
     def __post_init__(self):
         for what in ("optimizer_host_fraction", "parameters_host_fraction"):
@@ -162,7 +159,6 @@ class Plan:
             ],
             "optimizer": {"host_fraction": self.optimizer_host_fraction},
             "parameters": {"host_fraction": self.parameters_host_fraction},
-            **({} if self.collective_matmul is None else {"collective_matmul": self.collective_matmul}),
             "predicted": None if self.predicted is None else dict(self.predicted),
             "compiled": None if self.compiled is None else dict(self.compiled),
             "verified": self.verified,
@@ -206,7 +202,6 @@ class Plan:
                 alternatives=tuple(data.get("alternatives") or ()),
                 reasons=tuple(data.get("reasons") or ()),
                 notes=tuple(data.get("notes") or ()),
-                collective_matmul=data.get("collective_matmul"),
             )
         except UserError:
             raise
@@ -260,8 +255,6 @@ def _check_types(data: Mapping[str, Any], source: str) -> None:
             raise fail(key, items, f"a list of {'texts' if kind is str else 'objects'}")
     if not isinstance(data.get("verified", False), bool):
         raise fail("verified", data["verified"], "true or false")
-    if not isinstance(data.get("collective_matmul", True), bool | None):
-        raise fail("collective_matmul", data["collective_matmul"], "true, false or null")
     for key in _NUMBERS:
         value = (data.get("predicted") or {}).get(key, 0)
         if not is_number(value):

@@ -30,7 +30,7 @@ _HALVINGS = 4
 class Measured:
     """What the compiler says of a plan: bytes per device, and whether it accepted it.
 
-    `step_s` is its simulated step time, where there is one. `report`, `notes` and `collective_matmul` go into the plan as they
+    `step_s` is its simulated step time, where there is one. `report` and `notes` go into the plan as they
     are.
     """
 
@@ -40,7 +40,6 @@ class Measured:
     report: Any = None
     notes: tuple[str, ...] = ()
     step_s: float | None = None
-    collective_matmul: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)

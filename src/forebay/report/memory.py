@@ -1,5 +1,6 @@
 """A compiled step's memory: as JSON (schema `forebay.compile/1`) and as a table on the terminal."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ from forebay.report.console import make_console
 from forebay.units import GiB, MiB, format_bytes, format_count
 from forebay.xla.compile import SCHEMA, Bytes, CompiledStep
 from forebay.xla.exposure import MemoryLimit, boundary_exposed_bytes, explain, layer_bytes
-from forebay.xla.options import HOST_COUNTED, memory_limit_bytes
+from forebay.xla.flags import flag_values
+from forebay.xla.options import HOST_COUNTED, MEMORY_LIMIT, memory_limit_bytes
 from forebay.xla.windows import HIDDEN_WINDOW
 
 
@@ -80,10 +82,10 @@ def compile_json(
 
 
 def _memory_limit(compiled: CompiledStep, hardware: Hardware, options: Mapping[str, Any]) -> MemoryLimit | None:
-    percent = options.get("xla_gpu_memory_limit_slop_factor")
+    percent = options.get(MEMORY_LIMIT) or flag_values(hardware.platform, os.environ).get(MEMORY_LIMIT)
     if percent is None:
         return None
-    limit = memory_limit_bytes(hardware.hbm_bytes, compiled.device.arguments, percent)
+    limit = memory_limit_bytes(hardware.hbm_bytes, compiled.device.arguments, int(percent))
     return MemoryLimit(limit, compiled.device.temporaries + HOST_COUNTED * compiled.host.temporaries)
 
 

@@ -187,7 +187,6 @@ def print_diff(before: Any, after: Any, *, as_json: bool) -> None:
             "seq",
             "optimizer_host_fraction",
             "parameters_host_fraction",
-            "collective_matmul",
         )
         if getattr(before, key) != getattr(after, key)
     }

@@ -40,13 +40,6 @@ def of_compiled(
     )
 
 
-def step_and_waits(made: Mapping[str, Any] | None) -> tuple[float, float] | None:
-    """Of what `of_compiled` says the step time, and the wait for copies between device and host, in seconds."""
-    if made is None:
-        return None
-    return made["step_time_s"], sum(made["waiting_s"].get(d, 0.0) for d in ("d2h", "h2d"))
-
-
 def difference(estimate: Mapping[str, Any], made: Mapping[str, Any]) -> str | None:
     """One line on where the two differ, None where their step times are within `CLOSE`.
 

@@ -93,7 +93,7 @@ def train(config: TrainConfig, program: Program, console: Console) -> TrainResul
 
     # the options that `forebay compile` compiles with: what it says is said of this program
     device = program.sharding.mesh.devices.flat[0]
-    program, options, notes = run_options(program, machine_of(device))
+    options, notes = run_options(program, machine_of(device))
     together(lambda: _record_run(config, program, done) if is_first() else None)
     file = MetricsFile(run_dir, config.tensorboard) if is_first() else NoMetricsFile()
     recorder = _Recorder(program, file, validation, start)

@@ -72,23 +72,14 @@ def needs_check(program: Program) -> bool:
 
 
 def check_numbers(program: Program, progress: Callable[[str], None] = silent) -> Checked:
-    """Compares steps of a small instance of `program` on its devices, offloaded and not. Where it is
-    open how weights are gathered, both are compared.
+    """Compares steps of a small instance of `program` on its devices, offloaded and not.
 
     Raises:
         WrongNumbersError: they differ; names the leaf and the difference.
     """
     small = miniature(program)
-    ways = (False, True) if small.gathers_are_open else (small.plan.collective_matmul,)
-    plans = [dataclasses.replace(small.plan, collective_matmul=way) for way in ways]
-    found = [_check(dataclasses.replace(small, plan=plan), progress) for plan in plans]
-    worst = max((c.worst for c in found), key=lambda d: d.relative)
-    return Checked(worst, known=all(c.known for c in found))
-
-
-def _check(small: Program, progress: Callable[[str], None]) -> Checked:
     machine = machine_of(small.sharding.mesh.devices.flat[0])
-    options = run_options(small, machine)[1]
+    options = run_options(small, machine)[0]
     subject = _subject(small, options)
     file = cache_dir() / "parity" / f"{_digest(subject)}.json"
     known = _from_first_process(_read(file, subject))
@@ -136,7 +127,6 @@ def miniature(program: Program) -> Program:
         made.plan, placements=tuple(placements),
         optimizer_host_fraction=float(program.plan.optimizer_host_fraction > 0),
         parameters_host_fraction=float(program.plan.parameters_host_fraction > 0),
-        collective_matmul=program.plan.collective_matmul,
     )  # fmt: skip
     return dataclasses.replace(made, plan=plan, least_host_bytes=1, slice_bytes=_SLICE_BYTES)
 
@@ -165,7 +155,7 @@ def differences(program: Program, options: Mapping[str, Any]) -> list[Difference
 
     machine = machine_of(program.sharding.mesh.devices.flat[0])
     ours = run(program, options)
-    expected = run(reference, run_options(reference, machine)[1])
+    expected = run(reference, run_options(reference, machine)[0])
     relative = jax.jit(lambda a, b: jax.tree.map(_relative, a, b), out_shardings=replicated)(ours, expected)
     found = [(_leaf_name(path), float(value)) for path, value in jax.tree.leaves_with_path(relative)]
     # a square is twice as far off as its root
@@ -236,7 +226,6 @@ def _subject(program: Program, options: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": program.config.dtype,
         "attention": program.kernel.compiled,
         "placements": program.plan.to_json()["placements"],
-        "collective_matmul": program.plan.collective_matmul,
         "on_host": {
             "optimizer": program.plan.optimizer_host_fraction,
             "parameters": program.plan.parameters_host_fraction,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +21,13 @@ from forebay.planner.problem import layer_cost
 from forebay.planner.search import MAX_COMPILES, Decision, InfeasibleError, Measured
 from forebay.planner.solve import DEFAULT_TIME_LIMIT_S
 from forebay.report.memory import compile_json
-from forebay.timeline.compare import of_compiled, step_and_waits
+from forebay.timeline.compare import of_compiled
 from forebay.timeline.profile import profiled
 from forebay.train.config import ProgramConfig
 from forebay.train.program import Program, make_program
 from forebay.train.run_config import TrainConfig
 from forebay.xla.compile import CompiledStep, compile_hidden, compile_step
 from forebay.xla.estimate import argument_bytes, offloaded_bytes
-from forebay.xla.gathers import compile_gathers
 from forebay.xla.invariants import explain_violations
 from forebay.xla.options import compiler_options, memory_limit_percent
 
@@ -85,13 +83,11 @@ def planned_program(
             base, placements=decision.placements, optimizer_host_fraction=decision.state_host_fraction
         )
         candidate = dataclasses.replace(program, plan=plan)
-        done = compile_program(
-            candidate, hardware, deviceless=deviceless, memory_fraction=memory_fraction, budget_bytes=device_bytes
-        )
+        done = compile_program(candidate, hardware, deviceless=deviceless, memory_fraction=memory_fraction)
         compiled = done.compiled
         if compiled.violations:
             raise WrongNumbersError(explain_violations(compiled.violations))
-        report = compile_json(compiled, done.program, hardware, memory_fraction, done.options)
+        report = compile_json(compiled, candidate, hardware, memory_fraction, done.options)
         notes = (*done.notes, *([report["exposed"]] if report["exposed"] else []))
         made = report["timeline"] = of_compiled(
             compiled, hardware, len(devices), program.flops_per_step / len(devices),
@@ -99,7 +95,7 @@ def planned_program(
         )  # fmt: skip
         return Measured(
             compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes,
-            None if made is None else made["step_time_s"], done.program.plan.collective_matmul,
+            None if made is None else made["step_time_s"],
         )  # fmt: skip
 
     def find(parameters_host_fraction: float) -> Plan:
@@ -126,13 +122,11 @@ def planned_program(
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled step, the options that it was compiled with, what this build could not do of them, and the program:
-    the one that was given, its plan with what the compile has decided."""
+    """A compiled step, the options that it was compiled with, and what this build could not do of them."""
 
     compiled: CompiledStep
     options: Mapping[str, Any]
     notes: tuple[str, ...]
-    program: Program
 
 
 def compile_program(
@@ -141,27 +135,22 @@ def compile_program(
     *,
     deviceless: bool,
     memory_fraction: float | None = None,
-    budget_bytes: int | None = None,
     save_hlo: Path | None = None,
 ) -> Compiled:
     """The program's step, compiled under the options that hide most of its copies.
 
     With `profile=timeline` it is then compiled once more with the times of its timeline (`forebay.timeline.profile`).
-    Where it is not decided how a TPU gathers weights, it may be compiled for both.
-    `hardware` is None for devices that no machine is known for; these have no timeline. `budget_bytes` is the device
-    memory that the step may take, by default what XLA may use there.
+    `hardware` is None for devices that no machine is known for; these have no timeline.
     """
-    if program.gathers_are_open:
-        return _compile_gathers(program, hardware, deviceless, memory_fraction, budget_bytes, save_hlo)
     step = program.jit_step()  # one function, so that it is traced once
     args, cuda = (program.abstract_state, program.abstract_batch), hardware is not None and hardware.platform == "cuda"
     about: dict[str, Any] = {"weight_shapes": program.local_weight_shapes(), "hosted": program.hosted_arguments()}
     options, notes = step_options(program, hardware, deviceless=deviceless, memory_fraction=memory_fraction, step=step)
     compiled, options = compile_hidden(step, args, options, judged=cuda, save_hlo=save_hlo, **about)
     if program.config.profile != "timeline":
-        return Compiled(compiled, options, notes, program)
+        return Compiled(compiled, options, notes)
     if hardware is None or not cuda:
-        return Compiled(compiled, options, (*notes, _NOT_TOLD), program)
+        return Compiled(compiled, options, (*notes, _NOT_TOLD))
     second = None if save_hlo is None else save_hlo.with_name(f"{save_hlo.name}.profiled")
     made = profiled(
         compiled, options, hardware, program.sharding.mesh.size, hardware.usable_hbm_bytes(memory_fraction),
@@ -170,43 +159,12 @@ def compile_program(
     )  # fmt: skip
     if save_hlo is not None and second is not None and second.exists():
         second.replace(save_hlo) if made.kept else second.unlink()
-    return Compiled(made.compiled, made.options, (*notes, made.note), program)
+    return Compiled(made.compiled, made.options, (*notes, made.note))
 
 
-def _compile_gathers(
-    program: Program,
-    hardware: Hardware | None,
-    deviceless: bool,
-    memory_fraction: float | None,
-    budget_bytes: int | None,
-    save_hlo: Path | None,
-) -> Compiled:
-    """`compile_program` with weights gathered in the better way."""
-    done: dict[bool, Compiled] = {}
-
-    def compile_as(in_pieces: bool, save_hlo: Path | None) -> CompiledStep:
-        decided = dataclasses.replace(program, plan=dataclasses.replace(program.plan, collective_matmul=in_pieces))
-        done[in_pieces] = compile_program(
-            decided, hardware, deviceless=deviceless, memory_fraction=memory_fraction, save_hlo=save_hlo
-        )
-        return done[in_pieces].compiled
-
-    def simulate(compiled: CompiledStep) -> tuple[float, float] | None:
-        if hardware is None:
-            return None
-        devices, fused = program.sharding.mesh.size, program.kernel.stands_in
-        return step_and_waits(of_compiled(compiled, hardware, devices, fused_attention=fused))
-
-    if budget_bytes is None and hardware is not None:
-        budget_bytes = hardware.usable_hbm_bytes(memory_fraction)
-    kept = compile_gathers(compile_as, simulate=simulate, budget_bytes=budget_bytes or math.inf, save_hlo=save_hlo)
-    chosen = done[kept.in_pieces]
-    return dataclasses.replace(chosen, notes=(*chosen.notes, *([kept.note] if kept.note else [])))
-
-
-def run_options(program: Program, hardware: Hardware | None) -> tuple[Program, dict[str, Any], tuple[str, ...]]:
-    """The program to run on the devices there are, of `hardware` if that is known, with compiler options, and what this
-    build could not do of them. The program is the one given, its plan with what a compile has decided.
+def run_options(program: Program, hardware: Hardware | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Compiler options for running the program on the devices there are, of `hardware` if that is known, and what this
+    build could not do of them.
 
     A program that moves anything to the host is compiled and its copies are looked at first; they may need other options
     than the first choice. One with `profile=timeline` is compiled for its times.
@@ -217,11 +175,11 @@ def run_options(program: Program, hardware: Hardware | None) -> tuple[Program, d
     on_cpu, told = program.sharding.mesh.devices.flat[0].platform == "cpu", program.config.profile == "timeline"
     if on_cpu or not (program.offloads or (told and hardware is not None)):
         options, notes = step_options(program, hardware, deviceless=False)
-        return program, options, (*notes, *([_NOT_TOLD] if told else []))
+        return options, (*notes, *([_NOT_TOLD] if told else []))
     done = compile_program(program, hardware, deviceless=False)
     if done.compiled.violations:
         raise WrongNumbersError(explain_violations(done.compiled.violations))
-    return done.program, dict(done.options), done.notes
+    return dict(done.options), done.notes
 
 
 def step_options(
@@ -255,7 +213,6 @@ def step_options(
             deviceless=deviceless,
             offloads=program.offloads,
             memory_limit_percent=limit_percent,
-            collective_matmul=bool(program.plan.collective_matmul),
         )
     return options, tuple(str(w.message) for w in caught)
 

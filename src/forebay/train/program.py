@@ -35,7 +35,6 @@ from forebay.train.state import (
     optimizer_shardings,
 )
 from forebay.xla.estimate import local_bytes
-from forebay.xla.gathers import are_reduced
 
 LONGEST_SEQUENCE = 2**24
 """Attention visits pairs of blocks of 512 tokens; beyond this their list alone would take gigabytes."""
@@ -303,15 +302,6 @@ class Program:
     def offloads(self) -> bool:
         """Whether anything at all lives on the host."""
         return self.plan.offloads or any(jax.tree.leaves((self.hosted, self._sums_hosted)))
-
-    @property
-    def gathers_are_open(self) -> bool:
-        """Whether it may matter how weights are gathered, and is not decided."""
-        return (
-            self.plan.collective_matmul is None
-            and self.plan.stores
-            and are_reduced(list(self.sharding.mesh.devices.flat))
-        )
 
     def local_weight_shapes(self) -> set[tuple[int, ...]]:
         """The shapes that the weights have on one device."""

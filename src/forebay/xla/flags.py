@@ -26,7 +26,7 @@ _SURELY_MEANT = 0.9
 """The likeness above which a name is taken for a misspelt one without searching libtpu's 600 MB for it."""
 
 _WHITESPACE = " \t\r\n"
-_FLAG = re.compile(r"""(?P<name>-[-_A-Za-z0-9]*)(?:="(?:[^"\\]|\\.)*"?|='[^']*'?|[^ \t\r\n]*)""", re.DOTALL)
+_FLAG = re.compile(r"""(?P<name>-[-_A-Za-z0-9]*)(?P<value>="(?:[^"\\]|\\.)*"?|='[^']*'?|[^ \t\r\n]*)""", re.DOTALL)
 _NAMES = re.compile(rb"xla_[A-Za-z0-9_]+(?=\x00)")
 
 _LIBRARIES: dict[Parser, tuple[tuple[str, str], ...]] = {
@@ -111,14 +111,28 @@ def tokenise(text: str) -> tuple[list[str], str]:
     XLA reads words separated by blanks, each `--name`, `--name=value` or `--name="quoted value"`, until
     the first that does not begin with a dash, and ignores the rest (`xla/parse_flags_from_env.cc`).
     """
-    names: list[str] = []
+    flags, rest = _parsed(text)
+    return [name for name, _ in flags], rest
+
+
+def flag_values(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the environment sets for a platform's compiler, by name without dashes: the last value of each, without quotes;
+    "true" for a flag that stands alone."""
+    texts = [_flags_text("XLA_FLAGS", environ), *([environ.get("LIBTPU_INIT_ARGS", "")] if platform == "tpu" else [])]
+    flags = [flag for text in texts for flag in _parsed(text)[0]]
+    return {name.lstrip("-"): value.removeprefix("=").strip("\"'") or "true" for name, value in flags}
+
+
+def _parsed(text: str) -> tuple[list[tuple[str, str]], str]:
+    """The flags as `tokenise` reads them, each a name and a value as it is written, and what XLA would leave unread."""
+    flags: list[tuple[str, str]] = []
     rest = text.lstrip(_WHITESPACE)
     while rest.startswith("-"):
         match = _FLAG.match(rest)
         assert match is not None, "every text that begins with a dash matches"
-        names.append(match["name"])
+        flags.append((match["name"], match["value"]))
         rest = rest[match.end() :].lstrip(_WHITESPACE)
-    return names, rest
+    return flags, rest
 
 
 def _flags_text(variable: str, environ: Mapping[str, str]) -> str:

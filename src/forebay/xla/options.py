@@ -13,16 +13,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from forebay.xla.flags import knows_flag
+from forebay.xla.flags import flag_values, knows_flag
 from forebay.xla.versions import DOUBLE_BUFFERING, compiler_before, distrusted_options
 
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 PIPELINING = "xla_gpu_enable_pipelined_host_offloading"
+MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 TPU_PIPELINING = "xla_tpu_pipeline_memory_host_transfers"
 TPU_SCHEDULING = "xla_tpu_use_aggressive_scheduling"
 TPU_EARLY_STARTS = "xla_lhs_enable_release_start_policy"
 TPU_GATHERS = "xla_tpu_all_gather_collective_matmul_mode"
 TPU_SCATTERS = "xla_tpu_reduce_scatter_collective_matmul_mode"
+
+_AUTOTUNING, _TRITON = "xla_gpu_autotune_level", "xla_gpu_enable_triton_gemm"
+_OURS = {PROFILE_OPTION, _AUTOTUNING, _TRITON}
+"""What the environment cannot set: a user's profile is within ours, and without a device kernels cannot be timed."""
 
 _CHECKER_OPTION, _CHECKER_OFF = "xla_gpu_pgle_accuracy_checker", "PGLE_STRICTNESS_LEVEL_OFF"
 """Keeps XLA from warning of every instruction that the profile does not have."""
@@ -36,7 +41,7 @@ _WITHOUT = {
     TPU_EARLY_STARTS: "copies begin only as early as the compiler thinks they take",
     TPU_PIPELINING: "one layer's copies between forward and backward pass are exposed",
     TPU_GATHERS: "weights may be gathered in pieces where that is slower",
-    "xla_gpu_memory_limit_slop_factor": "XLA counts host memory as device memory and may recompute to save it",
+    MEMORY_LIMIT: "XLA counts host memory as device memory and may recompute to save it",
 }
 """What is lost where a build does not have an option. Others are dropped in silence."""
 
@@ -74,7 +79,6 @@ def compiler_options(
     deviceless: bool,
     offloads: bool,
     memory_limit_percent: int | None = None,
-    collective_matmul: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Options for one compile, by flag name without the leading dashes.
@@ -88,18 +92,18 @@ def compiler_options(
         offloads: whether the step moves anything to the host.
         memory_limit_percent: see the function of that name. When not given, a step that offloads is
             compiled without the scheduler's limit, and that it fits is not the compiler's concern; others under XLA's own.
-        collective_matmul: whether a TPU's products gather the weights that they need in pieces wherever they can, and
-            scatter gradients so; otherwise only where libtpu is sure that it pays. Elsewhere without effect.
-        environ: the environment, in which `XLA_FLAGS` may name a profile; `os.environ` when not given.
+        environ: the environment, `os.environ` when not given. What `XLA_FLAGS` and, for TPUs, `LIBTPU_INIT_ARGS` set
+            is left to them, with a warning where that is not what would be chosen here; a profile is added to.
 
     Raises:
         WrongNumbersError: the installed build is known to get steps that offload wrong; see `xla.versions`.
     """
+    environ = os.environ if environ is None else environ
     if platform in ("cuda", "gpu"):
-        options = _gpu_options(deviceless, offloads, memory_limit_percent, os.environ if environ is None else environ)
+        options = _gpu_options(deviceless, offloads, memory_limit_percent, environ)
     elif platform == "tpu":
-        mode = "post_spmd" if collective_matmul else "post_spmd_conservative"
-        options = {TPU_GATHERS: mode, TPU_SCATTERS: mode}
+        # in pieces, around a ring, only where libtpu is sure that it pays
+        options: dict[str, Any] = {TPU_GATHERS: "post_spmd_conservative", TPU_SCATTERS: "post_spmd_conservative"}
         if offloads:
             # the loops over layers start each copy a layer ahead: the compiler is not to do it once more
             options |= {TPU_SCHEDULING: "ENABLED", TPU_EARLY_STARTS: True, TPU_PIPELINING: False}
@@ -110,7 +114,17 @@ def compiler_options(
     for name, why in (lacking | distrusted).items():
         if options.pop(name, None) is not None and name in _WITHOUT:
             warnings.warn(f"{why}: {_WITHOUT[name]}", stacklevel=2)
-    return options
+    return _users_first(options, platform, environ)
+
+
+def _users_first(options: Mapping[str, Any], platform: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """The options without those that the user's environment sets."""
+    found = {n: v for n, v in flag_values(platform, environ).items() if n in options and n not in _OURS}
+    for name, value in found.items():
+        if value.lower() != str(options[name]).lower():
+            lost = f": {_WITHOUT[name]}" if name in _WITHOUT else ""
+            warnings.warn(f"the environment sets {name}={value}, instead of {options[name]}{lost}", stacklevel=3)
+    return {n: v for n, v in options.items() if n not in found}
 
 
 def _gpu_options(
@@ -123,11 +137,11 @@ def _gpu_options(
         "xla_gpu_experimental_use_collective_kernels": "",
     }
     if deviceless:
-        options["xla_gpu_autotune_level"] = 0
+        options[_AUTOTUNING] = 0
         if compiler_before("0.12"):  # with which products that no kernel was timed for do not compile to Triton's
-            options["xla_gpu_enable_triton_gemm"] = False
+            options[_TRITON] = False
     if memory_limit_percent or offloads:
-        options["xla_gpu_memory_limit_slop_factor"] = memory_limit_percent or _NO_LIMIT
+        options[MEMORY_LIMIT] = memory_limit_percent or _NO_LIMIT
     if offloads:
         options |= {
             DOUBLE_BUFFERING: "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
@@ -151,9 +165,14 @@ def variants(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """
     yield dict(options)
     if DOUBLE_BUFFERING in options:
-        if knows_flag("cuda", PIPELINING):
+        if may_pipeline("cuda"):
             yield {**options, PIPELINING: True}
         yield {k: v for k, v in options.items() if k != DOUBLE_BUFFERING}
+
+
+def may_pipeline(platform: str) -> bool:
+    """Whether XLA's own pipelining of host copies may be asked for: the build has it, and the user has not decided on it."""
+    return knows_flag(platform, PIPELINING) and PIPELINING not in flag_values(platform, os.environ)
 
 
 def with_profile(
@@ -235,6 +254,4 @@ def _digest(text: str) -> str:
 
 
 def _users_profile(environ: Mapping[str, str]) -> str | None:
-    flags = environ.get("XLA_FLAGS", "")
-    found = re.findall(rf"--{PROFILE_OPTION}=(\S+)", flags)
-    return found[-1].strip("\"'") if found else None
+    return flag_values("cuda", environ).get(PROFILE_OPTION)
