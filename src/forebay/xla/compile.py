@@ -22,6 +22,7 @@ from forebay.xla.exposure import exposed_bytes
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, parse_module
 from forebay.xla.host_arguments import mark_host
 from forebay.xla.invariants import all_violations, host_buffers
+from forebay.xla.kernels import KERNEL_CACHE, kernel_cache
 from forebay.xla.memory import Row, memory_rows
 from forebay.xla.options import variants
 from forebay.xla.remat import RematClones, remat_clones
@@ -29,6 +30,7 @@ from forebay.xla.versions import versions
 from forebay.xla.windows import Transfer, transfers
 
 SCHEMA = "forebay.compile/1"
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +107,10 @@ def compile_step(
     with contextlib.ExitStack() as stack:
         if dump is None:
             dump = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-xla-")))
-        dump_options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+        wanted = dict(options or {}) | {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
         refused = text = None
         try:
-            text = lowered.compile(compiler_options=dict(options or {}) | dump_options).as_text()
+            text = _compiled_text(lowered, wanted, dump)
         except Exception as error:  # jax raises its own runtime error, whose class moves between versions
             refused = _refusal(error)
         compiled_at = time.perf_counter()
@@ -173,10 +175,24 @@ def compile_hidden(
     return compiled, variant
 
 
+def _compiled_text(lowered: Any, options: Mapping[str, Any], dump: Path) -> str:
+    """The optimised program. Where the compiler fails with the kernels that are known, it is asked again without."""
+    with kernel_cache(lowered) as known:
+        try:
+            return lowered.compile(compiler_options={**options, **known}).as_text()
+        except Exception as error:
+            if not known or _OUT_OF_MEMORY in str(error):
+                raise
+            Path(known[KERNEL_CACHE]).unlink(missing_ok=True)
+            for file in dump.iterdir():  # of the first try
+                file.unlink()
+    return lowered.compile(compiler_options=dict(options)).as_text()
+
+
 def _refusal(error: Exception) -> str:
     """The one line of an out-of-memory error; other errors of the compiler are raised in one line, the rest again."""
     message = str(error)
-    if "RESOURCE_EXHAUSTED" in message:
+    if _OUT_OF_MEMORY in message:
         return next(line for line in message.splitlines() if line.strip()).strip()
     if "No such compile option" in message or "compiler option" in message.lower():
         raise UserError(f"this build of XLA refuses a compiler option: {message.splitlines()[0]}") from None
