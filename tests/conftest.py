@@ -17,8 +17,10 @@ from typing import Any
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import pytest
 
+from forebay.offload import host_buffers
 from forebay.sharding import Sharding, make_mesh, parse_mesh
 
 # started here, lest a test that changes XLA_FLAGS be the first to start it, for those after it too
@@ -57,3 +59,21 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 def equations() -> Callable[..., list[Any]]:
     """All equations of a function's jaxpr, those inside loops and nested functions too."""
     return lambda function, *args: list(_equations(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+@pytest.fixture(scope="module")
+def unwritten_host_memory() -> Iterator[None]:
+    """What a step's own host buffers hold before it is written is no number, as on a device it may be anything."""
+
+    def anything(dtype: Any, owner: str, number: int) -> Any:
+        return (
+            jnp.nan
+            if jnp.issubdtype(dtype, jnp.inexact)
+            else jnp.bool_(True)
+            if dtype == jnp.bool_
+            else jnp.iinfo(dtype).max
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_buffers, "filling", anything)
+        yield

@@ -45,7 +45,7 @@ def one(name: str) -> None:
     import jax.numpy as jnp
 
     from forebay.hardware import get_hardware
-    from forebay.offload import scan
+    from forebay.offload import host_buffers, scan
     from forebay.train.config import ProgramConfig
     from forebay.train.planning import step_options
     from forebay.train.program import make_program
@@ -64,7 +64,7 @@ def one(name: str) -> None:
 
         scan._Range._loop = loop  # type: ignore[method-assign]
     if alike:
-        scan._filling = lambda dtype, owner, number: 0
+        host_buffers.filling = lambda dtype, owner, number: 0
     machine = get_hardware("gb200")
     config = ProgramConfig(model=model, batch=devices, seq=8192, placement=placement)
     program = make_program(config, compile_only_devices(machine, devices))

@@ -19,6 +19,8 @@ from parity import assert_same, normal, place, placements, plain, quick_jit, sum
 from forebay.offload import scan_layers
 from forebay.sharding import make_mesh
 
+pytestmark = pytest.mark.usefixtures("unwritten_host_memory")
+
 D, ROWS = 4, 3
 TRIPS = (1, 2, 3, 4, 5, 15, 16, 17)  # 15 to 17: where pipelining went wrong in released compilers
 NAMES = ["h", "mixed"]

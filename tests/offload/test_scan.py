@@ -15,8 +15,8 @@ from forebay.errors import UserError
 from forebay.graph.residuals import residuals
 from forebay.offload import scan_layers
 from forebay.offload.apply import apply as forebay_apply
+from forebay.offload.host_buffers import filling
 from forebay.offload.policy import apply
-from forebay.offload.scan import _filling
 from forebay.planner.placement import Placement
 from forebay.planner.plan import Plan
 
@@ -225,7 +225,7 @@ def test_host_buffers_of_all_stacks_are_filled_differently(dtype):
     owners = ["layers 0", "layers 1", "dense_layers 0", "moe_layers 0", "mtp 0", "gradient:moe_layers 0"]
     if jnp.dtype(dtype).itemsize == 1:  # of a byte there are few values: within one stack
         owners = owners[:1]
-    values = [np.asarray(_filling(dtype, owner, n)).astype(dtype) for owner in owners for n in range(60)]
+    values = [np.asarray(filling(dtype, owner, n)).astype(dtype) for owner in owners for n in range(60)]
     assert len({v.tobytes() for v in values}) == len(values)
     assert all(np.isfinite(np.float64(v)) for v in values)
 

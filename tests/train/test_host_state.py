@@ -20,6 +20,8 @@ from forebay.train.metrics import read_metrics
 from forebay.train.program import make_program
 from forebay.train.run_config import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("unwritten_host_memory")
+
 SIZES = {"layers": 3, "embed": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "mlp": 64, "vocab": 264}
 
 

@@ -240,3 +240,15 @@ def test_activations_and_weights_in_host_memory_together():
     loops = [t for t in step.transfers if t.where == "loop" and t.stack == "layers"]
     assert {t.direction for t in loops} == {"d2h", "h2d"}
     assert min(t.window for t in loops) >= 0.9
+
+
+def test_sums_of_microbatches_in_host_memory_have_a_buffer_each():
+    """What these start from is dropped by the compiler, which would make buffers of one filling one and copy it apart."""
+    machine = get_hardware("gb200")
+    config = ProgramConfig(
+        model="llama-tiny", sizes=SIZES, batch=2 * BATCH, seq=SEQ, placement="full", accumulate=2, steps=10,
+        parameters_host_fraction=1.0, optimizer=OptimizerConfig(warmup_steps=1),
+    )  # fmt: skip
+    program = make_program(config, compile_only_devices(machine, DEVICES))
+    step = compile_program(program, machine, deviceless=True).compiled
+    assert step.violations == () and step.host_copy_bytes == 0

@@ -88,6 +88,41 @@ def test_a_right_program_in_a_loop_over_microbatches_passes():
     assert problems(compiled(5, microbatches=3)) == []
 
 
+@pytest.mark.parametrize(("hardware", "platform"), [("gb200", "cuda"), ("v5p", "tpu")])
+@pytest.mark.parametrize("written_first", [False, True])
+def test_sums_in_host_memory_do_not_start_from_what_their_buffer_is_filled_with(hardware, platform, written_first):
+    """Two passes over a buffer of zeros in host memory, slice by slice: XLA allocates it and writes no zeros."""
+    slices = 4
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+    def update(sums, work):
+        def body(k, sums):
+            part = jax.device_put(jax.lax.dynamic_index_in_dim(sums, k, keepdims=False), device)
+            return jax.lax.dynamic_update_index_in_dim(sums, jax.device_put(work(part, k), host), k, 0)
+
+        return jax.lax.fori_loop(0, slices, body, sums)
+
+    def step(xs):
+        sums = jax.device_put(jnp.zeros((slices, ROWS, WIDTH), jnp.bfloat16), host)
+        if written_first:
+
+            def write(k, sums):
+                return jax.lax.dynamic_update_index_in_dim(sums, jax.device_put(jnp.cos(xs[0, k]), host), k, 0)
+
+            sums = jax.lax.fori_loop(0, slices, write, sums)
+        return jax.lax.fori_loop(0, 2, lambda n, s: update(s, lambda part, k: part + jnp.sin(xs[n, k])), sums)
+
+    def on_device(xs):
+        return jax.device_put(step(xs), device)
+
+    whole = NamedSharding(make_mesh({}, compile_only_devices(get_hardware(hardware), 1)), PartitionSpec())
+    xs = jax.ShapeDtypeStruct((2, slices, ROWS, WIDTH), jnp.bfloat16)
+    lowered = jax.jit(on_device, in_shardings=whole, out_shardings=whole).lower(xs)
+    text = lowered.compile(compiler_options=compiler_options(platform, deviceless=True, offloads=True)).as_text()
+    assert text is not None
+    assert any("nothing has written" in p for p in problems(text)) != written_first
+
+
 @pytest.mark.parametrize("stacks", [("first", "second"), ("layers", "layers")])
 def test_two_loops_that_are_alike_share_neither_buffers_nor_a_body(stacks):
     """Buffers made one would be copied apart, host memory to host memory, or written twice. Of loops with one body the

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from forebay.errors import UserError
+from forebay.offload.host_buffers import host_buffer
 from forebay.offload.stream import SLICE_BYTES, Cut, cut, on_host, stream
 
 
@@ -106,22 +107,46 @@ def streamed_update(
     return unflatten([r["weight"] for r in results]), new_state, new_copies, norm
 
 
-def add_streamed(sums: Any, parts: Any, scale: float, shardings: Any = None, slice_bytes: int = SLICE_BYTES) -> Any:
-    """`sums + scale * parts`, array by array, each sum staying in the memory in which it is."""
+def no_sums(weights: Any, hosted: Any) -> Any:
+    """For `add_streamed`, sums of nothing, float32: zeros on the device, and room in host memory where `hosted` says so."""
+    leaves, treedef = jax.tree.flatten(weights)
+    return jax.tree.unflatten(treedef, [
+        host_buffer(w.shape, jnp.float32, "sums", n) if h else jnp.zeros(w.shape, jnp.float32)
+        for n, (w, h) in enumerate(zip(leaves, jax.tree.leaves(hosted), strict=True))
+    ])  # fmt: skip
+
+
+def add_streamed(
+    sums: Any,
+    parts: Any,
+    scale: float,
+    shardings: Any = None,
+    slice_bytes: int = SLICE_BYTES,
+    *,
+    first: jax.Array | bool = False,
+) -> Any:
+    """`sums + scale * parts`, array by array, each sum staying in the memory in which it is.
+
+    With `first`, which may be traced, `sums` are those of `no_sums`: what is in host memory then may be anything and is
+    not looked at.
+    """
     leaves = jax.tree.leaves_with_path(sums)
     split = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
 
-    def add(arrays: Any) -> Any:
-        return {"sum": arrays["sum"] + scale * arrays["part"].astype(arrays["sum"].dtype)}
+    def add(arrays: Any, sums_on_host: bool) -> Any:
+        total = arrays["sum"]
+        before = jnp.where(first, jnp.zeros_like(total), total) if sums_on_host else total
+        return {"sum": before + scale * arrays["part"].astype(total.dtype)}
 
     added, after = [], None
     for (path, total), part, sharding in zip(leaves, jax.tree.leaves(parts), split, strict=True):
         arrays = {"sum": total, "part": part}
         if on_host(total) or on_host(part):
-            after = stream(add, arrays, _cut(total, sharding, slice_bytes), ["sum"], leaf_name(path), after)
+            work = functools.partial(add, sums_on_host=on_host(total))
+            after = stream(work, arrays, _cut(total, sharding, slice_bytes), ["sum"], leaf_name(path), after)
             added.append(after["sum"])
         else:
-            added.append(add(arrays)["sum"])
+            added.append(add(arrays, sums_on_host=False)["sum"])
     return jax.tree.unflatten(jax.tree.structure(sums), added)
 
 

@@ -22,7 +22,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -37,6 +36,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from forebay.errors import UserError, unknown
 from forebay.graph.residuals import Residual, carried_names, input_names, residuals, vjp_by
 from forebay.graph.stacks import STACK_SCOPE
+from forebay.offload.host_buffers import host_buffer
 from forebay.offload.optimizer import leaf_name
 from forebay.offload.policy import apply
 from forebay.offload.stream import on_host
@@ -489,11 +489,8 @@ def _instantiate(cotangent: Any) -> Any:
 
 
 def _room_for_gradient(w: jax.Array, owner: str, number: int) -> jax.Array:
-    """In the memory of `w`, for the gradient of the owner's weight of this number; see `_filling`."""
-    if on_host(w):
-        filling = _filling(w.dtype, f"gradient:{owner}", number)
-        return jax.device_put(jnp.full(w.shape, filling, w.dtype), jax.memory.Space.Host)
-    return jnp.zeros_like(w)
+    """In the memory of `w`, for the gradient of the owner's weight of this number."""
+    return host_buffer(w.shape, w.dtype, f"gradient:{owner}", number) if on_host(w) else jnp.zeros_like(w)
 
 
 def _take(layers: Any, i: Any, fetched: Sequence[jax.Array] = ()) -> Any:
@@ -594,15 +591,12 @@ def _is_host(aval: Any) -> bool:
 
 
 def _buffers(length: int, kept: Sequence[_Kept], owner: str, first: int) -> list[jax.Array]:
-    """Room for `length` of each value, in the memory where it goes; XLA allocates that of the host without a copy.
-
-    They are the owner's buffers from number `first` on; see `_filling`.
-    """
+    """Room for `length` of each value, in the memory where it goes: the owner's buffers from number `first` on."""
 
     def buffer(number: int, value: _Kept) -> jax.Array:
         shape, dtype = (length, *value.aval.shape), value.aval.dtype
         if value.sent or _is_host(value.aval):
-            return jax.device_put(jnp.full(shape, _filling(dtype, owner, number), dtype), jax.memory.Space.Host)
+            return host_buffer(shape, dtype, owner, number)
         return jnp.zeros(shape, dtype)
 
     return [buffer(number, value) for number, value in enumerate(kept, first)]
@@ -625,20 +619,6 @@ def _calls_before(stack: str) -> int:
         _scans = trace, collections.Counter()
     _scans[1][stack] += 1
     return _scans[1][stack] - 1
-
-
-def _filling(dtype: Any, owner: str, number: int) -> float | int:
-    """What to fill an owner's host buffer of this number with: another value of the dtype for each, of its thousands.
-
-    Buffers that look the same would be made one by common subexpression elimination and, host memory to host memory,
-    copied apart again, whether they are of one stack, of two, or of two scans over one.
-    """
-    number += zlib.crc32(owner.encode())
-    if jnp.issubdtype(dtype, jnp.inexact):
-        info = jnp.finfo(dtype)
-        steps, octaves = 2**info.nmant, info.maxexp - info.minexp - 2  # of the last, 8 bits have some
-        return (1 + number % steps / steps) * 2.0 ** (info.minexp + 1 + number // steps % octaves)
-    return number % (2 if dtype == jnp.bool_ else jnp.iinfo(dtype).max + 1)
 
 
 def _layer_count(layers: Any) -> int:

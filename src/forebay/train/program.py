@@ -18,7 +18,7 @@ from forebay.graph.residuals import BlockNames, block_names
 from forebay.models.registry import Model, fingerprint, get_model
 from forebay.offload import scan_layers
 from forebay.offload.memories import settle, with_memory
-from forebay.offload.optimizer import add_streamed, streamed_update
+from forebay.offload.optimizer import add_streamed, no_sums, streamed_update
 from forebay.offload.stream import SLICE_BYTES
 from forebay.ops.attention import KernelChoice, choose_kernel
 from forebay.ops.cross_entropy import CHUNKINGS, choose_chunking
@@ -238,19 +238,22 @@ class Program:
         def split(x: jax.Array) -> jax.Array:
             return self.sharding.constrain(x.reshape(parts, -1, x.shape[1]), None, "batch", "sequence")
 
-        def add(total: Any, microbatch: dict[str, jax.Array]) -> tuple[Any, None]:
+        def add(total: Any, turn: tuple[jax.Array, dict[str, jax.Array]]) -> tuple[Any, None]:
+            number, microbatch = turn
             gradients, aux = gradient(weights, microbatch)
             with jax.named_scope("accumulate"):
                 told = jax.tree.map(lambda t, p: t + p / parts, total[0], aux)
-                return (told, add_streamed(total[1], gradients, 1 / parts, self._split.weights, self.slice_bytes)), None
+                sums = add_streamed(
+                    total[1], gradients, 1 / parts, self._split.weights, self.slice_bytes, first=number == 0
+                )
+                return (told, sums), None
 
         microbatches = jax.tree.map(split, batch)
         told = jax.eval_shape(lambda w, b: self.objective(w, jax.tree.map(lambda x: x[0], b))[1], weights, microbatches)
         with jax.named_scope("accumulate"):
             told = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), told)
-            zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-            zeros = settle(zeros, self._sums_hosted)
-        return jax.lax.scan(add, (told, zeros), microbatches)[0]
+            nothing = no_sums(weights, self._sums_hosted)
+        return jax.lax.scan(add, (told, nothing), (jnp.arange(parts), microbatches))[0]
 
     @property
     def _sums_hosted(self) -> Any:

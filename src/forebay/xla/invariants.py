@@ -6,6 +6,7 @@ Compilers that pipeline loops over host buffers have produced programs with sile
 - a loop that runs another number of times than noted: copies whose places were worked out for the noted number;
 - a place that was worked out and is not the one that the program's own index says;
 - a place that is read before it is written, written twice, or read in another order than the layers' reversed;
+- a buffer that is read for what it was filled with, when the compiler has only allocated it;
 - bytes that are not written once and read once a layer;
 - memory of the host in the hands of an operation that computes.
 
@@ -35,6 +36,7 @@ _HANDS_ON = (
 )  # fmt: skip
 """Operations that move memory or hand it on."""
 
+_ALLOCATED = 'custom_call_target="AllocateBuffer"'
 _ON_HOST_CPU = '_xla_compute_type="host"'
 
 type HostBuffers = dict[tuple[str, str], Counter[int]]
@@ -102,6 +104,7 @@ def wrong_places(module: Module) -> list[str]:
     for copy in copies.values():
         at_once[copy.buffer, copy.direction, copy.start.computation] += 1
     buffers: dict[Instruction, _Buffer] = {}
+    unfilled: dict[Instruction, _Unfilled] = {}
     found: dict[str, str] = {}
     follower = Follower(module, lambda i: i in copies or i in on_device)
     for step in follower.steps():
@@ -110,7 +113,11 @@ def wrong_places(module: Module) -> list[str]:
         sliced = _slice_of(module, step)
         if sliced is None:  # a copy of the whole buffer
             continue
-        place, wrong = sliced
+        place, bytes_moved, wrong = sliced
+        if copy is not None and copy.stack == "" and _ALLOCATED in copy.buffer.rest:
+            held = unfilled.setdefault(copy.buffer, _Unfilled())
+            if complaint := held.write(bytes_moved) if copy.direction == "d2h" else held.read(bytes_moved):
+                found.setdefault(tensor, f"{tensor}: {complaint}")
         if wrong:
             found.setdefault(tensor, f"{tensor}: {wrong}")
         if copy is None or copy.stack in ("", UPDATE) or copy.buffer.opcode == "parameter":
@@ -179,6 +186,26 @@ class _Buffer:
         return next((place for place in self.full if place not in spare), None)
 
 
+class _Unfilled:
+    """The bytes that have been written of a host buffer that the compiler only allocates, whatever it was filled with."""
+
+    def __init__(self):
+        self.written: set[range] = set()
+        self.lost = False
+        """Whether it was not known where something was written: nothing can be said from then on."""
+
+    def write(self, moved: range | None) -> None:
+        if moved is None:
+            self.lost = True
+        else:
+            self.written.add(moved)
+
+    def read(self, moved: range | None) -> str | None:
+        if moved is None or self.lost or any(moved.start in w for w in self.written):
+            return None
+        return "reads host memory that nothing has written; XLA only allocates it and drops what it was filled with"
+
+
 @dataclasses.dataclass(frozen=True)
 class _WorkedOut:
     """Bytes from the start of a buffer to a slice, and how many further with each iteration of the loop that is
@@ -207,9 +234,9 @@ class _WorkedOut:
         return self.offset + self.stride * iteration
 
 
-def _slice_of(module: Module, step: Step) -> tuple[int | None, str | None] | None:
-    """The place, along the first dimension, of the slice that a copy reads or writes, and what is wrong with the
-    bytes that the compiler worked out for it. None where it is no slice."""
+def _slice_of(module: Module, step: Step) -> tuple[int | None, range | None, str | None] | None:
+    """The place, along the first dimension, of the slice that a copy reads or writes, its bytes as if they were in one piece,
+    and what is wrong with those that the compiler worked out for it. None where it is no slice."""
     start = step.instruction
     target = start.called("calls")
     inside = module.computations.get(target or "", [start])
@@ -231,7 +258,7 @@ def _slice_of(module: Module, step: Step) -> tuple[int | None, str | None] | Non
             inside_loop = f" (iteration {step.iterations[0]})" if step.iterations else ""
             wrong = f"the copy {start.name} goes to byte {goes_to} of its buffer where the program says {offset}{inside_loop}"
     place = indices[0] if indices and isinstance(indices[0], int) else None
-    return place, wrong
+    return place, None if offset is None else range(offset, offset + moved.num_bytes), wrong
 
 
 def _byte_offset(buffer: str, sizes: tuple[int, ...], indices: list[Value]) -> int | None:
