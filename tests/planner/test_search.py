@@ -112,6 +112,24 @@ def test_the_number_of_compiles_is_bounded():
     assert len(compiler.asked) <= 3
 
 
+def test_a_plan_that_fits_leaves_compiles_for_candidates():
+    """Each compile shows more room than the one before, so that the next plan is always faster."""
+
+    class Roomier(Compiler):
+        def __call__(self, decision):
+            self.more -= GIB
+            return super().__call__(decision)
+
+    p = tight(4)
+    counts = {}
+    for most in (1, 2, 3, 5, 7):
+        compiler = Roomier(p)
+        found = search(fake(p), compiler, max_compiles=most, margin=0)
+        assert found.fits and found.compiles == len(compiler.asked)
+        counts[most] = found.compiles
+    assert counts == {1: 1, 2: 1, 3: 1, 5: 3, 7: 5}
+
+
 def test_a_budget_below_the_state_says_what_is_missing_and_what_would_free_it():
     p = problem(dataclasses.replace(chain(), gradient_bytes=4 * GIB), fixed_bytes=10 * GIB, device_budget=8 * GIB)
     with pytest.raises(InfeasibleError) as error:

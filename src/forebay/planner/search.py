@@ -13,6 +13,9 @@ from forebay.planner.solve import DEFAULT_TIME_LIMIT_S, solve
 from forebay.units import format_bytes, format_seconds
 
 MAX_COMPILES = 5
+FOR_CANDIDATES = 2
+"""Compiles left for plans at other trade-offs (`rank`): what the account knows nothing of, the scheduler's way with collectives
+beside many copies above all, has been a tenth of a step, and the next bytes of memory are not."""
 GAIN = 5e-3
 """A plan that is faster by less than this share is not worth another compile."""
 MARGIN = 0.015
@@ -159,8 +162,8 @@ def search(
 
     Each compile tells how many bytes the account was off by; the next solve counts them. The search
     ends when the plan fits and solving with the corrected account finds nothing faster by more than
-    `GAIN`, or after `max_compiles`. Where the compiler fails on a plan, the best before it is taken; without one,
-    plans that move nothing to the host are tried.
+    `GAIN`, or after `max_compiles`; once something fits, `FOR_CANDIDATES` of these are left for `rank`. Where the compiler
+    fails on a plan, the best before it is taken; without one, plans that move nothing to the host are tried.
 
     Raises:
         CompilerFailedError, WrongNumbersError: the compiler fails on all that was tried.
@@ -199,7 +202,8 @@ def search(
             correction, halvings = (correction + failed) / 2, halvings + 1  # between what fits and what did not
             continue
         faster = best is None or predicted.step_s < best.predicted.step_s * (1 - GAIN)
-        if decision in compiled or not faster or len(compiled) >= max_compiles:
+        enough = max_compiles if best is None else max_compiles - FOR_CANDIDATES
+        if decision in compiled or not faster or len(compiled) >= enough:
             if best is None:
                 raise failure or InfeasibleError(_never_fitted(compiled, problem))
             return dataclasses.replace(best, compiles=len(compiled), notes=notes)
