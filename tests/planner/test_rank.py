@@ -27,7 +27,7 @@ class Timed:
 
 def ranked(compiler: Timed, problem: Problem, max_compiles: int = 5) -> Any:
     found = search(fake(problem), compiler, margin=0)
-    return found, rank(found, fake(problem), compiler, variants=2, max_compiles=max_compiles, time_limit_s=5)
+    return found, rank(found, fake(problem), compiler, variants=2, max_compiles=max_compiles, time_limit_s=5, margin=0)
 
 
 PROBLEM = tight(12, d2h_bytes_per_s=2 * GIB, h2d_bytes_per_s=2 * GIB)
@@ -71,3 +71,19 @@ def test_nothing_on_the_host_leaves_no_optimizer_state_there_either():
     (nothing,) = (c for c in candidates if c.name == "nothing on the host")
     assert nothing.found.decision.state_host_fraction == 0.0 and nothing.found.decision in compiler.asked
     assert not any(p.names("host") for p in nothing.found.placements)
+
+
+def test_what_is_learnt_of_plans_with_copies_is_not_held_against_one_without():
+    """Plans that move anything need 3 GiB more than the account says; the one that moves nothing what it says."""
+
+    class Copies(Timed):
+        def __call__(self, decision: Decision) -> Measured:
+            made = super().__call__(decision)
+            more = 3 * GIB if made.host_bytes else 0
+            return dataclasses.replace(made, device_bytes=made.device_bytes + more)
+
+    found, candidates = ranked(Copies(PROBLEM, 1.0, 0.1), PROBLEM)
+    assert found.predicted.host_bytes and found.problem.correction_bytes == 3 * GIB
+    (nothing,) = (c for c in candidates if c.name == "nothing on the host")
+    exactly = search(fake(dataclasses.replace(PROBLEM, host_budget=0.0)), Timed(PROBLEM, 1.0), margin=0)
+    assert nothing.found.placements == exactly.placements

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 from forebay.planner.build import Costed
-from forebay.planner.search import FAILURES, Compile, Found, choose, decision_of
+from forebay.planner.search import FAILURES, MARGIN, Compile, Found, choose, decision_of
 from forebay.units import format_seconds
 
 WORTH = 1.10
@@ -38,6 +38,7 @@ def rank(
     variants: int,
     max_compiles: int,
     time_limit_s: float,
+    margin: float = MARGIN,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Candidate]:
     """The compiled candidates that fit, the fastest by timeline first; the search's plan alone where there is nothing
@@ -46,8 +47,11 @@ def rank(
     if compile_plan is None or found.measured is None or found.measured.step_s is None or not found.fits:
         return []
     problem = found.problem
+    correction = problem.correction_bytes
+    if found.measured.host_bytes:  # what was learnt of plans with copies does not hold for those without
+        correction = costed.problem.correction_bytes + margin * problem.device_budget
     others = {
-        "nothing on the host": {"host_budget": 0.0, "state_host_fraction": 0.0},
+        "nothing on the host": {"host_budget": 0.0, "state_host_fraction": 0.0, "correction_bytes": correction},
         "links of half the rate": {
             "d2h_bytes_per_s": problem.d2h_bytes_per_s / 2,
             "h2d_bytes_per_s": problem.h2d_bytes_per_s / 2,
