@@ -4,7 +4,7 @@
 
 Six layers on TPU v5p with a vocabulary of 1024 words, compiled up to the schedule without devices: of Llama 2 13B with
 query, key and value offloaded, which the link could just hide, and of Llama 3.1 8B with seven tensors, which it cannot, on
-8 chips; some of it of Llama 2 70B on 64, whose copies need a third of a layer, of Llama 3.1 405B on 128,
+8 chips; some of it of Llama 2 70B on 64, whose copies need a third of a layer, of Llama 3.1 70B on 32 and 405B on 128,
 and on one chip.
 The step and its waits are `forebay timeline`'s. Results go to `tpu_parts.md` beside this file.
 """
@@ -34,6 +34,10 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "sizes": SMALL | {"embed": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672},
         "devices": 64, "batch": 256, "seq": 4096, "placement": "qkv_proj_offloaded",
     },
+    "70B, seven tensors": {
+        "sizes": SMALL | {"embed": 8192, "heads": 64, "kv_heads": 8, "mlp": 28672},
+        "devices": 32, "batch": 32, "seq": 8192, "placement": "minimal_offloaded,decoder_layer_input=host",
+    },
     "405B, seven tensors": {
         "devices": 128, "batch": 128, "seq": 8192, "placement": "minimal_offloaded,decoder_layer_input=host",
         "sizes": SMALL | {"embed": 16384, "heads": 128, "kv_heads": 8, "mlp": 53248},
@@ -46,7 +50,12 @@ SOME = {
     "70B, query, key and value": (
         "everything that forebay does", "copies pipelined by libtpu too", "gathers in pieces", "stock scan, no options",
     ),
-    "405B, seven tensors": ("everything that forebay does", "gathers in pieces", "stock scan, no options"),
+    "70B, seven tensors": (
+        "everything that forebay does", "without row-major stores", "gathers in pieces", "stock scan, no options",
+    ),
+    "405B, seven tensors": (
+        "everything that forebay does", "without row-major stores", "gathers in pieces", "stock scan, no options",
+    ),
     "8B, seven tensors, one chip": (
         "everything that forebay does", "copies pipelined by libtpu too", "stock scan, aggressive scheduling",
     ),

@@ -1,5 +1,6 @@
 """Kernels that were assembled before: who gets them, and what happens where XLA fails with them."""
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,8 +70,6 @@ class Failing:
 
 @pytest.fixture
 def known(monkeypatch, tmp_path) -> Path:
-    import contextlib
-
     file = tmp_path / "kernels"
     file.write_text("damaged")
     monkeypatch.setattr(module, "kernel_cache", lambda lowered: contextlib.nullcontext({KERNEL_CACHE: str(file)}))

@@ -15,7 +15,7 @@ from forebay.units import format_bytes, format_seconds
 MAX_COMPILES = 5
 FOR_CANDIDATES = 2
 """Compiles left for plans at other trade-offs (`rank`): what the account knows nothing of, the scheduler's way with collectives
-beside many copies above all, has been a tenth of a step, and the next bytes of memory are not."""
+beside many copies above all, matters more than the last bytes of memory."""
 GAIN = 5e-3
 """A plan that is faster by less than this share is not worth another compile."""
 MARGIN = 0.015

@@ -203,7 +203,10 @@ class _Unfilled:
     def read(self, moved: range | None) -> str | None:
         if moved is None or self.lost or any(moved.start in w for w in self.written):
             return None
-        return "reads host memory that nothing has written; XLA only allocates it and drops what it was filled with"
+        return (
+            "reads host memory before anything is written there, and XLA only allocates such a buffer, whatever it was filled "
+            "with: have the program write it first"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

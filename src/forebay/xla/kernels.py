@@ -1,7 +1,7 @@
 """GPU kernels that this process has assembled before, for compiles that nothing will run.
 
-Steps under different plans have most of their kernels in common, and turning these into machine code is half of XLA's work
-or more. It can keep them in a file, in which they go by a fingerprint of the code and its launch. XLA does not lock
+Steps under different plans have most of their kernels in common, and turning these into machine code is much of XLA's
+work. It can keep them in a file, in which they go by a fingerprint of the code and its launch. XLA does not lock
 the file, so each process has one of its own for each kind of device, and one compile at a time uses it. What is run on a
 device is compiled without.
 """
