@@ -148,18 +148,16 @@ def simulated(module: Any, model_flops: float) -> dict[str, Any]:
 
 
 def attention_s(module: Any) -> dict[str, float]:
-    """Seconds in the loops of blockwise attention, by part of the step: those that multiply queries and keys."""
+    """Seconds in kernels of attention, by part of the step."""
     from forebay.hardware import get_hardware
     from forebay.timeline.costs import CostModel
     from forebay.timeline.simulate import simulate
     from forebay.xla.schedule import read_schedule
 
-    names = {i.name: i.op_name for i in module.instructions()}
     run = simulate(read_schedule(module, "cuda", DEVICES), CostModel(get_hardware("gb200"), DEVICES))
-    loops = {e.loop for e in run.events if "bgrsk,btgk->bgrst" in names.get(e.op.instruction, "")}
     spent: dict[str, float] = {}
     for e in run.events:
-        if e.kind == "work" and e.loop in loops:
+        if e.kind == "work" and e.op.work is not None and e.op.work.kind == "attention":
             spent[e.op.phase] = spent.get(e.op.phase, 0.0) + e.count * e.seconds
     return spent
 

@@ -122,7 +122,7 @@ def one(way: Way, smoke: bool) -> dict[str, Any]:
         "peak_bytes": stats.get("peak_bytes_in_use"), "tflops": program.flops_per_step / statistics.median(seconds) / 1e12,
         "compile_and_start_s": time.perf_counter() - started - sum(seconds),
         "device": device.device_kind, "jax": jax.__version__, "python": platform.python_version(),
-        "runtime": device.client.platform_version, "attention": program.kernel.compiled,
+        "runtime": device.client.platform_version, "attention": program.kernel.name,
     }  # fmt: skip
 
 

@@ -306,7 +306,7 @@ def merge(new: list[dict[str, Any]]) -> None:
     text = [
         "# Windows of the copies between device and host", "",
         f"Compiled only. {os.cpu_count()} CPU cores shared with other work, no accelerator; {', '.join(versions)}.",
-        "Sequences of 8192 tokens, one per device, FSDP over all devices, blockwise attention on GPU and splash attention on",
+        "Sequences of 8192 tokens, one per device, FSDP over all devices, cuDNN's attention on GPU and splash attention on",
         "TPU. Command: `.venv/bin/python benchmarks/overlap/run.py`. D2H and H2D are the windows of the copies in loops, the",
         "mean by bytes and in brackets the smallest; sizes are GiB per device. Compile time is in seconds of CPU, as a ratio",
         "to the stock program's in the same run; of GPU rows that lack these it is by the clock, on a machine whose load",

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/timeline/profile.py [--only 405b-gb200:qkv_proj_offloaded]
 
-Compiled only, for machines that are not there, with cuDNN's attention (extra `aot-cudnn`). Each row is one program:
+Compiled only, for machines that are not there, with cuDNN's attention. Each row is one program:
 compiled as forebay compiles it, simulated, compiled again with `profile=timeline`, simulated again. Results go to
 `profile.json` and `profile.md` beside this file.
 """

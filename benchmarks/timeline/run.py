@@ -11,7 +11,7 @@ which forebay compiles a step that offloads, without XLA's memory limit, so that
 rematerialised by the compiler); `as forebay compiles` is the other comparison, each side with its own. TPU steps
 are compiled up to the schedule (`benchmarks/scheduled.py`).
 
-GPU attention is compiled with cuDNN's kernels, as users run it: it needs the extra `aot-cudnn`.
+GPU attention is cuDNN's, as on the device.
 Results go to `results.md` and `results.json` beside this file.
 """
 

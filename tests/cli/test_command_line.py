@@ -105,7 +105,8 @@ def test_compile_prints_what_the_format_promises_and_exits_zero_when_it_fits(cap
     assert report["mesh"] == {"fsdp": 8}
     # by hand: 4 layers of one sequence of 128 tokens of width 384 in bfloat16
     assert report["host_bytes"]["total"] == 4 * 128 * 384 * 2
-    assert any("attention compiled with the blockwise kernel" in note for note in report["notes"])
+    assert report["attention"] == "cudnn"
+    assert not any("attention" in note for note in report["notes"])
     assert "is_scheduled=true" in hlo.read_text()[:200]
 
 

@@ -156,10 +156,10 @@ def test_attention_in_blocks_also_says_what_its_loop_is_compiled_to():
     assert between == pytest.approx(pairs * (4 + 4 + 2 + 4) * scores, rel=0.1)
 
 
-def test_planned_attention_takes_its_loops_time_unless_a_fused_kernel_stands_for_it():
+def test_planned_attention_in_blocks_takes_its_loops_time():
     machine = get_hardware("gb200")
     kernels = (Cost("matmul", 1e12, 1e9), Cost("elementwise", 0.0, 2e9))
     cost = Cost("attention", 1e12, 1e6, kernels=kernels)
-    fused, loop = Rates(machine, {}, fused_attention=True), Rates(machine, {})
-    assert fused.compute_s(cost) == fused.compute_s(dataclasses.replace(cost, kernels=()))
-    assert loop.compute_s(cost) == sum(map(loop.compute_s, kernels)) > fused.compute_s(cost)
+    rates = Rates(machine, {})
+    fused = dataclasses.replace(cost, kernels=())
+    assert rates.compute_s(cost) == sum(map(rates.compute_s, kernels)) > rates.compute_s(fused)

@@ -1,5 +1,6 @@
 """Attention against the definition: softmax of masked scores, written out in float64."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from forebay.errors import UserError
-from forebay.ops.attention import attention, blockwise, choose_kernel, cudnn
+from forebay.ops.attention import KernelChoice, attention, blockwise, choose_kernel, cudnn
 from forebay.sharding import single_device
 
 SCALE = 0.3
@@ -180,66 +182,114 @@ def test_keeping_the_context_spares_the_second_forward_pass(equations, kept, loo
     assert sum(e.primitive.name == "scan" for e in equations(jax.grad(loss), q)) == loops
 
 
-SIZES = {"seq": 4096, "head_dim": 128, "v_head_dim": 128, "sequence_parallel": False}
+SIZES = {"seq": 4096, "head_dim": 128, "v_head_dim": 128, "dtype": jnp.bfloat16, "sequence_parallel": False}
+
+
+class CompileOnlyPyClient:
+    """The name by which a client that only compiles is known."""
+
+
+@dataclasses.dataclass
+class Device:
+    platform: str
+    compute_capability: str = ""
+    client: Any = dataclasses.field(default_factory=CompileOnlyPyClient)
+
+
+A100, H200, GB200, GB300, RTX = (Device("gpu", c) for c in ("8.0", "9.0", "10.0", "10.3", "12.0"))
+CPU, TPU = Device("cpu"), Device("tpu")
+LATENT = {"head_dim": 192, "v_head_dim": 128}
 
 
 @pytest.mark.parametrize(
-    ("platform", "sizes", "compiled", "at_run_time"),
+    ("device", "sizes", "kernel"),
     [
-        ("cpu", {}, "blockwise", "blockwise"),
-        ("tpu", {}, "splash", "splash"),
-        ("tpu", {"seq": 4000}, "blockwise", "blockwise"),
-        ("tpu", {"head_dim": 96, "v_head_dim": 96}, "blockwise", "blockwise"),
-        ("tpu", {"head_dim": 192}, "splash", "splash"),
-        ("tpu", {"sequence_parallel": True}, "blockwise", "blockwise"),
-        ("cuda", {}, "cudnn", "cudnn"),
-        ("gpu", {}, "cudnn", "cudnn"),
-        ("cuda", {"head_dim": 256, "v_head_dim": 256}, "blockwise", "blockwise"),
-        ("cuda", {"head_dim": 64}, "blockwise", "blockwise"),
-        ("cuda", {"sequence_parallel": True}, "blockwise", "blockwise"),
+        (CPU, {}, "blockwise"),
+        (TPU, {}, "splash"),
+        (TPU, {"seq": 4000}, "blockwise"),
+        (TPU, {"head_dim": 96, "v_head_dim": 96}, "blockwise"),
+        (TPU, LATENT, "splash"),
+        (TPU, {"sequence_parallel": True}, "blockwise"),
+        (A100, {}, "cudnn"),
+        (H200, {}, "cudnn"),
+        (GB200, {}, "cudnn"),
+        (RTX, {}, "cudnn"),
+        (H200, {"dtype": jnp.float32}, "blockwise"),
+        (H200, {"head_dim": 60, "v_head_dim": 60}, "blockwise"),
+        (H200, {"head_dim": 256, "v_head_dim": 256}, "cudnn"),
+        (GB200, {"head_dim": 256, "v_head_dim": 256}, "blockwise"),
+        (A100, LATENT, "blockwise"),
+        (H200, LATENT, "cudnn"),
+        (GB200, LATENT, "cudnn"),
+        (GB300, LATENT, "cudnn"),
+        (RTX, LATENT, "blockwise"),
+        (GB200, {"head_dim": 128, "v_head_dim": 192}, "blockwise"),
+        (H200, {"sequence_parallel": True}, "blockwise"),
     ],
 )
-def test_the_best_kernel_of_the_platform_is_chosen(monkeypatch, platform, sizes, compiled, at_run_time):
-    monkeypatch.setattr(cudnn, "available", lambda: True)
-    choice = choose_kernel("auto", platform, **SIZES | sizes)
-    assert (choice.compiled, choice.at_run_time) == (compiled, at_run_time)
-    assert choice.note is None
+def test_the_best_kernel_of_the_device_is_chosen(device, sizes, kernel):
+    choice = choose_kernel("auto", device, **SIZES | sizes)
+    assert choice.name == kernel
+    assert (choice.note is None) == (kernel != "blockwise" or device is CPU)
 
 
-def test_a_compile_without_cudnn_says_which_kernel_will_run(monkeypatch):
-    monkeypatch.setattr(cudnn, "available", lambda: False)
-    choice = choose_kernel("auto", "cuda", **SIZES)
-    assert (choice.compiled, choice.at_run_time) == ("blockwise", "cudnn")
-    assert choice.note is not None
-    for word in ("blockwise", "cudnn", "aot-cudnn"):
-        assert word in choice.note
+@pytest.mark.parametrize(
+    ("version", "sizes", "kernel"),
+    [
+        (91200, {}, "cudnn"),
+        (91200, LATENT, "cudnn"),
+        (90800, {}, "cudnn"),
+        (90800, LATENT, "blockwise"),
+        (None, {}, "blockwise"),
+    ],
+)
+def test_on_a_gpu_that_is_there_the_installed_cudnn_decides(monkeypatch, version, sizes, kernel):
+    def installed():
+        if version is None:
+            raise RuntimeError("cuDNN is not detected.")
+        return version
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", installed)
+    present = dataclasses.replace(H200, client=object())
+    choice = choose_kernel("auto", present, **SIZES | sizes)
+    assert choice.name == kernel
+    assert (choice.note is None) == (kernel == "cudnn")
 
 
 def test_blockwise_can_be_asked_for_anywhere():
-    for platform in ("cpu", "cuda", "tpu"):
-        assert choose_kernel("blockwise", platform, **SIZES).compiled == "blockwise"
+    for device in (CPU, H200, TPU):
+        assert choose_kernel("blockwise", device, **SIZES) == KernelChoice("blockwise")
 
 
 @pytest.mark.parametrize(
-    ("kernel", "platform", "sizes", "says"),
+    ("kernel", "device", "sizes", "says"),
     [
-        ("flash", "cpu", {}, "blockwise"),
-        ("cudn", "cpu", {}, "did you mean 'cudnn'"),
-        ("cudnn", "cpu", {}, "attention=auto"),
-        ("cudnn", "cuda", {"sequence_parallel": True}, "sequence"),
-        ("splash", "cuda", {}, "TPU"),
-        ("splash", "tpu", {"seq": 4000}, "4000"),
+        ("flash", CPU, {}, "blockwise"),
+        ("cudn", CPU, {}, "did you mean 'cudnn'"),
+        ("cudnn", CPU, {}, "attention=auto"),
+        ("cudnn", TPU, {}, "NVIDIA"),
+        ("cudnn", H200, {"sequence_parallel": True}, "sequence"),
+        ("cudnn", H200, {"dtype": jnp.float32}, "float32"),
+        ("cudnn", A100, LATENT, "heads of 192 and 128 in bfloat16 on a GPU of compute capability 8.0"),
+        ("splash", H200, {}, "TPU"),
+        ("splash", TPU, {"seq": 4000}, "4000"),
     ],
 )
-def test_a_kernel_that_cannot_be_is_refused_in_one_line(monkeypatch, kernel, platform, sizes, says):
-    monkeypatch.setattr(cudnn, "available", lambda: True)
+def test_a_kernel_that_cannot_be_is_refused_in_one_line(kernel, device, sizes, says):
     with pytest.raises(UserError) as error:
-        choose_kernel(kernel, platform, **SIZES | sizes)
+        choose_kernel(kernel, device, **SIZES | sizes)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_cudnn_that_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr(cudnn, "available", lambda: False)
-    with pytest.raises(UserError, match="aot-cudnn"):
-        choose_kernel("cudnn", "cuda", **SIZES)
+@pytest.mark.parametrize("value_dim", [128, 64])
+def test_cudnns_kernels_are_called_forward_and_backward_with_what_they_need(value_dim):
+    """Traced only: shapes and dtypes of the two primitives, which jax gives other parameters from release to release."""
+    q, k, v, dout = (
+        jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+        for x in example(16, heads=4, kv_heads=2, key_dim=128, value_dim=value_dim)
+    )
+    out, lse = jax.eval_shape(functools.partial(cudnn.forward, scale=SCALE), q, k, v)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (dout.shape, jnp.bfloat16, (2, 16, 4), jnp.float32)
+    found = jax.eval_shape(functools.partial(cudnn.backward, scale=SCALE), q, k, v, out, lse, dout)
+    assert [(g.shape, g.dtype) for g in found] == [(x.shape, x.dtype) for x in (q, k, v)]

@@ -4,8 +4,6 @@ The machine of `programs` has round figures: a kernel that writes 100 bytes take
 1 s, a copy of 10 bytes to the host 1 s, one of 20 bytes from it 1 s.
 """
 
-import dataclasses
-
 import pytest
 from programs import (
     CONDITION,
@@ -30,11 +28,6 @@ from programs import (
     timeline,
     to_host,
 )
-
-from forebay.timeline import IDEAL, CostModel
-from forebay.timeline.simulate import simulate
-from forebay.xla.load import module_of
-from forebay.xla.schedule import read_schedule
 
 approx = pytest.approx
 
@@ -296,25 +289,6 @@ def test_a_loop_is_run_in_short_and_counts_in_full():
     assert len(work) == 3  # the first, the steady and the last
     assert sum(e.count for e in work) == 126
     assert [(s.iterations, s.loop) for s in done.skipped] == [(123, "w")]
-
-
-@pytest.mark.parametrize(
-    ("scope", "backward"), [("blockwise_attention", False), ("blockwise_attention_backward", True)]
-)
-def test_a_loop_of_blockwise_attention_may_stand_for_a_fused_kernel(scope, backward):
-    """Three times a kernel of a second and a product of two, which reads for four: the fused kernel makes the products
-    and does not write between them."""
-    body = repeated("body", kernel("k", 1000), product("p", 2000))
-    text = step(START, loop("w", "body", 3) + metadata(f"jit(f)/{scope}/while"), others=(CONDITION, body))
-    busy = machine(hbm=1000.0)
-    assert run(text, busy).seconds == approx(3 * (1 + 4.004))  # four bytes are written
-    schedule = read_schedule(module_of(text), "cuda", fused_attention=True)
-    assert simulate(schedule, CostModel(busy, 4, IDEAL)).seconds == approx(6)
-    slow = dataclasses.replace(IDEAL, **{f"attention_{'backward' if backward else 'forward'}": 0.5})
-    assert simulate(schedule, CostModel(busy, 4, slow)).seconds == approx(12)
-    assert schedule.notes == ("attention is timed as the fused kernel that runs on the device, not as it was compiled",)
-    other = step(START, loop("w", "body", 3) + metadata("jit(f)/layers/while"), others=(CONDITION, body))
-    assert read_schedule(module_of(other), "cuda", fused_attention=True).notes == ()
 
 
 def test_loops_in_loops():

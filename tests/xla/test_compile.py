@@ -159,12 +159,14 @@ def test_gpu_sizes_equal_the_compilers_memory_analysis():
     lowered = program.jit_step().lower(program.abstract_state, program.abstract_batch)
     stats = lowered.compile(compiler_options=options).memory_analysis()
     assert step.device.arguments == stats.argument_size_in_bytes
-    assert step.device.temporaries == stats.temp_size_in_bytes
+    assert step.added_bytes > 0  # the scratch memory of attention's gradient, which a compile without a device has not
+    assert step.device.temporaries - step.added_bytes == stats.temp_size_in_bytes
     assert step.device.total == pytest.approx(
         stats.argument_size_in_bytes
         + stats.temp_size_in_bytes
         + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes,
+        - stats.alias_size_in_bytes
+        + step.added_bytes,
         rel=1e-5,
     )
     assert step.host.temporaries == stats.host_temp_size_in_bytes

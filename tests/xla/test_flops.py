@@ -87,28 +87,32 @@ def test_an_asynchronous_product_counts_at_its_start():
 
 
 @pytest.mark.parametrize(("mask", "share"), [("NO_MASK", 1), ("CAUSAL", 0.5)])
-@pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
-def test_cudnn_attention(mask, share, target, products):
-    batch, length, heads, dim, key_length = 2, 64, 4, 16, 128
+@pytest.mark.parametrize(("target", "of_keys", "of_values"), [("fmhaSoftmax", 1, 1), ("fmhaSoftmaxBackward", 3, 2)])
+def test_cudnn_attention(mask, share, target, of_keys, of_values):
+    batch, length, heads, dim, value_dim, key_length = 2, 64, 4, 24, 16, 128
     query, key = f"bf16[{batch},{length},{heads},{dim}]", f"bf16[{batch},{key_length},2,{dim}]"
+    value = f"bf16[{batch},{key_length},2,{value_dim}]"
     call = (
         f'%c = ({query}, u8[0]{{0}}) custom-call(%q, %k, %v), custom_call_target="__cudnn${target}", backend_config='
         f'{{"cudnn_fmha_backend_config":{{"mask_type":"{mask}","bmm1_dot_dimension_numbers":{{"lhs_contracting_dimensions":'
         '["3"],"lhs_batch_dimensions":["0","2"]}}}'
     )
-    operands = (f"%q = {query} parameter(0)", f"%k = {key} parameter(1)", f"%v = {key} parameter(2)")
-    assert flops(*operands, call) == share * products * 2 * batch * heads * length * key_length * dim
+    operands = (f"%q = {query} parameter(0)", f"%k = {key} parameter(1)", f"%v = {value} parameter(2)")
+    product = 2 * batch * heads * length * key_length
+    assert flops(*operands, call) == share * product * (of_keys * dim + of_values * value_dim)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "products"), [("fwd_residuals", 2), ("dkv_no_residuals", 4), ("dq_no_residuals", 3)]
+    ("kernel", "of_keys", "of_values"),
+    [("fwd_residuals", 1, 1), ("dkv_no_residuals", 2, 2), ("dq_no_residuals", 2, 1)],
 )
-def test_tpu_splash_attention_is_causal(kernel, products):
-    call = f'%splash_mha_{kernel}.1 = bf16[4,64,16] custom-call(%m, %q, %k, %k), custom_call_target="tpu_custom_call"'
-    found = flops(
-        "%m = s8[1,4,4] parameter(0)", "%q = bf16[4,64,16] parameter(1)", "%k = bf16[2,64,16] parameter(2)", call
-    )
-    assert found == products * 2 * 4 * 64 * 64 * 16 / 2
+def test_tpu_splash_attention_is_causal(kernel, of_keys, of_values):
+    call = f'%splash_mha_{kernel}.1 = bf16[4,64,8] custom-call(%m, %q, %k, %v), custom_call_target="tpu_custom_call"'
+    operands = (
+        "%m = s8[1,4,4] parameter(0)", "%q = bf16[4,64,24] parameter(1)", "%k = bf16[2,64,24] parameter(2)",
+        "%v = bf16[2,64,8] parameter(3)",
+    )  # fmt: skip
+    assert flops(*operands, call) == 2 * 4 * 64 * 64 / 2 * (of_keys * 24 + of_values * 8)
 
 
 # A TPU's compiler writes products as convolutions; the sizes in windows are batch or contracted dimensions.

@@ -142,7 +142,6 @@ def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Step:
         done = compile_program(program, hardware, deviceless=True, memory_fraction=config.memory_fraction, save_hlo=hlo)
         made = timeline(
             hlo, hardware, devices=len(devices), trip_counts=trips, model_flops=program.flops_per_step / len(devices),
-            fused_attention=program.kernel.stands_in,
         )  # fmt: skip
     notes = [*made.assumptions, *program.notes(), *done.notes]
     if done.compiled.refused:

@@ -87,7 +87,7 @@ def _run(config: TrainConfig) -> int:
         f"[bold]{program.model.name}[/bold] ({format_count(program.model.parameter_count)} parameters) on "
         f"{len(devices)} {devices[0].device_kind} device{'s' if len(devices) > 1 else ''}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}, "
-        f"batch {config.batch} x {config.seq}, {config.dtype}, attention {program.kernel.compiled}",
+        f"batch {config.batch} x {config.seq}, {config.dtype}, attention {program.kernel.name}",
         highlight=False,
     )
     for placement in program.plan.to_json()["placements"]:

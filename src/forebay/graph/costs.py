@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from forebay.graph.flat import FREE, Flat, Op, Scan, flatten, jaxpr_of
 from forebay.graph.partition import Spec, local_shape, partition, whole
+from forebay.xla.fused_attention import gradient_workspace_bytes
 
 Kind = Literal["free", "elementwise", "matmul", "attention", "collective", "other"]
 
@@ -28,6 +29,8 @@ _RNG_TRAFFIC = 8
 _INDEXED = ("dynamic_slice", "gather", "slice", "squeeze")
 _WRITTEN_IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter_add": 2}
 """The position of the part that is written."""
+_SCRATCH_OF = (9, 0)
+"""The GPU whose fused attention is meant; Ampere's takes more, which a compile tells."""
 _UNFUSED = ("sort", "gather", "scatter", "scatter-add", "scatter_add", "cumsum", "dynamic_update_slice", "top_k")
 
 
@@ -46,7 +49,8 @@ class Collective:
 class Cost:
     """What an operation costs on one device. `gathered_bytes` is what it needs whole that is stored in
     parts; `dtype` that of a matrix product's operands; `kernels` what an attention in blocks, a loop in plain JAX, is
-    compiled to where no fused kernel stands for it: those of all its iterations, the scores going through HBM."""
+    compiled to where no fused kernel stands for it: those of all its iterations, the scores going through HBM;
+    `scratch_bytes` what a kernel has of memory for itself while it runs."""
 
     kind: Kind = "free"
     flops: float = 0.0
@@ -55,6 +59,7 @@ class Cost:
     gathered_bytes: int = 0
     dtype: str = "bfloat16"
     kernels: tuple["Cost", ...] = ()
+    scratch_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +183,7 @@ def _cost(op: Op, view: _View) -> Cost:
         out_channels = kernel[op.eqn.params["dimension_numbers"].rhs_spec[0]]
         return Cost("matmul", 2.0 * elements * math.prod(kernel) / max(out_channels, 1), traffic)
     if _is_attention_primitive(name):
-        return Cost("attention", _attention_flops(op, view), traffic)
+        return Cost("attention", _attention_flops(op, view), traffic, scratch_bytes=_attention_scratch(op, view))
     if name in _COLLECTIVES:
         return Cost("collective", hbm_bytes=traffic, collectives=(_explicit(op, view),))
     if name in ("scan", "while", "cond"):
@@ -383,12 +388,23 @@ def _is_attention_primitive(name: str) -> bool:
     return name.startswith("dot_product_attention")
 
 
+def _is_gradient(name: str) -> bool:
+    return "bwd" in name or "backward" in name
+
+
 def _attention_flops(op: Op, view: _View) -> float:
-    """Causal products of `[batch, sequence, heads, size]` queries and keys; backward is five products to forward's two."""
-    B, S, H, K = view.shapes[op.inputs[0] or 0]
-    T = view.shapes[op.inputs[1] or 0][1]
-    forward = 2 * 2 * B * H * S * T * K / 2
-    return forward * (2.5 if "bwd" in op.primitive or "backward" in op.primitive else 1.0)
+    """Causal products of `[batch, sequence, heads, size]` queries, keys and values: one of the keys' size and one of the
+    values' forward, three and two backward."""
+    (B, S, H, K), (_, T, _, _), (*_, V) = (view.shapes[i or 0] for i in op.inputs[:3])
+    return B * H * S * T * (3 * K + 2 * V if _is_gradient(op.primitive) else K + V)
+
+
+def _attention_scratch(op: Op, view: _View) -> int:
+    if not _is_gradient(op.primitive):
+        return 0
+    query, key, value = (view.shapes[i or 0] for i in op.inputs[:3])
+    itemsize = view.flat.values[op.inputs[0] or 0].dtype.itemsize
+    return gradient_workspace_bytes(query, key[2], value[3], itemsize, _SCRATCH_OF)
 
 
 def sum_costs(costs: Sequence[Cost]) -> Cost:

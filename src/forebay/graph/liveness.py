@@ -54,6 +54,7 @@ def peak_bytes(analysis: Analysis, *, prefetch: bool = True) -> int:
             key = root.get(weight, weight) if weight is not None else -i - 1
             first = whole_until.get(key, (max(0, i - 1) if prefetch else i, i, 0))[0]
             whole_until[key] = (first, i, cost.gathered_bytes)
+        live(i, i, cost.scratch_bytes)
         if op.primitive in ("scan", "while", "cond") and cost.kind != "attention":
             live(i, i, _inner_peak(analysis, i))
         if any(c.kind == "reduce_scatter" for c in cost.collectives) and not is_collective(op):

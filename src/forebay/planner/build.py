@@ -90,7 +90,6 @@ def build(
     hosted_weights: Mapping[str, int] | None = None,
     sums_on_host: bool = False,
     master_bytes: tuple[int, int] = (0, 0),
-    fused_attention: bool = False,
     rates: Rates | None = None,
 ) -> Costed:
     """The problem of placing the activations of `graph` on `hardware`.
@@ -106,10 +105,9 @@ def build(
         hosted_weights: for each stack the bytes of its weights, on one device, that live in host memory.
         sums_on_host: whether the sums of gradients over microbatches are in host memory.
         master_bytes: master weights beside the weights, on the device and in host memory.
-        fused_attention: see `Rates`.
         rates: how fast the machine is; by default `Rates` with its assumptions.
     """
-    rates = rates or Rates(hardware, axis_sizes, fused_attention=fused_attention)
+    rates = rates or Rates(hardware, axis_sizes)
     hosted = hosted_weights or {}
     stacks = tuple(
         _with_hosted(simplify(_layer_problem(graph, block, rates, hardware.platform)), hosted.get(block.stack.name, 0))

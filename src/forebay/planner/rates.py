@@ -23,14 +23,11 @@ class Rates:
         hardware: the machine.
         axis_sizes: the mesh, outermost axis first; neighbours along the last are neighbouring devices.
         efficiency: what is reached of the machine's rates.
-        fused_attention: whether a fused kernel stands for attention in blocks, as on a device where it will run;
-            otherwise it takes the time of the kernels that its loop is compiled to.
     """
 
     hardware: Hardware
     axis_sizes: Mapping[str, int]
     efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
-    fused_attention: bool = False
     _groups: dict[tuple[str, ...], Group] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -46,7 +43,7 @@ class Rates:
 
     def compute_s(self, cost: Cost, *, backward: bool = False) -> float:
         """Arithmetic or HBM traffic of one operation, whichever takes longer; `backward` where it is of a gradient."""
-        if cost.kernels and not self.fused_attention:
+        if cost.kernels:
             return sum(self.compute_s(kernel) for kernel in cost.kernels)
         traffic = cost.hbm_bytes / self.reached.hbm_bytes_per_s
         if cost.kind not in ("matmul", "attention"):

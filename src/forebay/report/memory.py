@@ -48,7 +48,7 @@ def compile_json(
         "accumulate": program.config.accumulate,
         "dtype": program.config.dtype,
         "placements": program.plan.to_json()["placements"],
-        "attention": program.kernel.compiled,
+        "attention": program.kernel.name,
         "hbm_bytes": hbm_bytes,
         "hbm_total_bytes": hardware.hbm_bytes,
         "host_capacity_bytes": host_capacity,
@@ -86,7 +86,8 @@ def _memory_limit(compiled: CompiledStep, hardware: Hardware, options: Mapping[s
     if percent is None:
         return None
     limit = memory_limit_bytes(hardware.hbm_bytes, compiled.device.arguments, int(percent))
-    return MemoryLimit(limit, compiled.device.temporaries + HOST_COUNTED * compiled.host.temporaries)
+    temporaries = compiled.device.temporaries - compiled.added_bytes
+    return MemoryLimit(limit, temporaries + HOST_COUNTED * compiled.host.temporaries)
 
 
 def print_compiled(report: Mapping[str, Any], console: Console | None = None) -> None:

@@ -23,7 +23,6 @@ def timeline(
     efficiency: Efficiency | None = None,
     trip_counts: int | Mapping[str, int] | None = None,
     model_flops: float | None = None,
-    fused_attention: bool = False,
 ) -> Timeline:
     """When everything in a compiled step runs, and what it waits for; simulated, nothing is run.
 
@@ -36,8 +35,6 @@ def timeline(
         trip_counts: how often loops run that do not say, by the name of their `while`; a number is for all.
         model_flops: FLOPs of the model per device and step, for `mfu`; by default those of the program less
             what it computes again.
-        fused_attention: whether to time loops of forebay's blockwise attention as the fused kernel that a device with
-            all libraries runs in their place.
 
     Raises:
         UserError: not a scheduled module, or an unknown machine.
@@ -50,7 +47,7 @@ def timeline(
         raise UserError("a CPU has no lanes to simulate: name a machine that forebay hardware lists")
     if devices is not None and devices < 1:
         raise UserError(f"devices={devices} must be at least 1")
-    schedule = read_schedule(_module(program), machine.platform, devices, fused_attention=fused_attention)
+    schedule = read_schedule(_module(program), machine.platform, devices)
     given = {"": trip_counts} if isinstance(trip_counts, int) else dict(trip_counts or {})
     if any(n < 0 for n in given.values()):
         raise UserError(f"trip counts {given} must not be negative")

@@ -29,15 +29,11 @@ def of_compiled(
     hardware: Hardware,
     devices: int,
     model_flops: float | None = None,
-    *,
-    fused_attention: bool = False,
 ) -> dict[str, Any] | None:
     """`brief` of a compiled step's timeline; None where the compiler refused the step."""
     if compiled.refused is not None:
         return None
-    return brief(
-        timeline(compiled.module, hardware, devices=devices, model_flops=model_flops, fused_attention=fused_attention)
-    )
+    return brief(timeline(compiled.module, hardware, devices=devices, model_flops=model_flops))
 
 
 def difference(estimate: Mapping[str, Any], made: Mapping[str, Any]) -> str | None:

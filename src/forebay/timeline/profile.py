@@ -35,14 +35,12 @@ def costs_us(
     hardware: Hardware,
     devices: int,
     efficiency: Efficiency | None = None,
-    *,
-    fused_attention: bool = False,
 ) -> dict[str, float]:
     """Microseconds of a compiled step's kernels, collectives and loops alone on the machine, by instruction.
 
     Of a collective it is from start to done, under the name of its start. Copies between device and host are left out.
     """
-    schedule = read_schedule(module, hardware.platform, devices, fused_attention=fused_attention)
+    schedule = read_schedule(module, hardware.platform, devices)
     alone = _Alone(schedule, CostModel(hardware, devices, efficiency or Efficiency()))
     found = {op.instruction: 1e6 * alone(op) for ops in schedule.ops.values() for op in ops if not _is_copy(op)}
     return {name: us for name, us in found.items() if us > 0}
@@ -97,8 +95,6 @@ def profiled(
     devices: int,
     usable_bytes: int,
     compile_again: Callable[[Mapping[str, Any]], "CompiledStep"],
-    *,
-    fused_attention: bool = False,
 ) -> Profiled:
     """Compiles a step again with a profile of its own times, and keeps what its timeline says is faster.
 
@@ -109,13 +105,12 @@ def profiled(
         compiled: the step, compiled for `devices` of `hardware` under `options`.
         usable_bytes: the device memory that a program may use.
         compile_again: compiles the same program under other options.
-        fused_attention: see `forebay.timeline`.
     """
     if compiled.refused is not None:
         return Profiled(compiled, options, 0.0, None, False, "no profile was tried: the compiler refused the step")
 
     def simulated(step: "CompiledStep") -> Timeline:
-        return timeline(step.module, hardware, devices=devices, fused_attention=fused_attention)
+        return timeline(step.module, hardware, devices=devices)
 
     first = simulated(compiled)
     before = first.step_time_s
@@ -125,9 +120,7 @@ def profiled(
 
     if first.exposed_s < WORTH * before:
         return keep_first("no profile was tried: the step waits for next to nothing")
-    again = with_profile(
-        options, hardware.platform, costs_us(compiled.module, hardware, devices, fused_attention=fused_attention)
-    )
+    again = with_profile(options, hardware.platform, costs_us(compiled.module, hardware, devices))
     if again is None:
         return keep_first(
             "no profile was tried: this compiler takes none, or has one of your own that cannot be added to"

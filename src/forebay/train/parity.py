@@ -224,7 +224,7 @@ def _subject(program: Program, options: Mapping[str, Any]) -> dict[str, Any]:
         "seq": program.config.seq,
         "accumulate": program.config.accumulate,
         "dtype": program.config.dtype,
-        "attention": program.kernel.compiled,
+        "attention": program.kernel.name,
         "placements": program.plan.to_json()["placements"],
         "on_host": {
             "optimizer": program.plan.optimizer_host_fraction,

@@ -91,7 +91,6 @@ def planned_program(
         notes = (*done.notes, *([report["exposed"]] if report["exposed"] else []))
         made = report["timeline"] = of_compiled(
             compiled, hardware, len(devices), program.flops_per_step / len(devices),
-            fused_attention=program.kernel.stands_in,
         )  # fmt: skip
         return Measured(
             compiled.device.total, compiled.host.total, compiled.refused is not None, report, notes,
@@ -155,7 +154,6 @@ def compile_program(
     made = profiled(
         compiled, options, hardware, program.sharding.mesh.size, hardware.usable_hbm_bytes(memory_fraction),
         lambda options: compile_step(step, args, options=options, save_hlo=second, **about),
-        fused_attention=program.kernel.stands_in,
     )  # fmt: skip
     if save_hlo is not None and second is not None and second.exists():
         second.replace(save_hlo) if made.kept else second.unlink()
@@ -232,7 +230,6 @@ def cost_program(
         device_budget=device_bytes, host_budget=host_bytes, accumulate=program.config.accumulate,
         state_host_fraction=state_host_fraction, hosted_weights=program.hosted_weight_bytes,
         sums_on_host=program.config.accumulate_on == "host", master_bytes=program.master_bytes,
-        fused_attention=program.kernel.stands_in,
     )  # fmt: skip
 
 

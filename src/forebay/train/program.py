@@ -223,7 +223,7 @@ class Program:
             return scan_layers(block, plan, x, layers, *constants, stack=stack)
 
         return self.model.loss(
-            weights, batch, sharding=self.sharding, kernel=self.kernel.compiled, chunking=self.chunking,
+            weights, batch, sharding=self.sharding, kernel=self.kernel.name, chunking=self.chunking,
             scan_layers=scan, dtype=self.dtype,
         )  # fmt: skip
 
@@ -375,8 +375,8 @@ def make_program(config: ProgramConfig, devices: Sequence[Any]) -> Program:
     _check_divisible(config, model, sharding)
     key_dim, value_dim = model.head_dims()
     kernel = choose_kernel(
-        config.attention, devices[0].platform, seq=config.seq, head_dim=key_dim, v_head_dim=value_dim,
-        sequence_parallel=sharding.size("sequence") > 1,
+        config.attention, devices[0], seq=config.seq, head_dim=key_dim, v_head_dim=value_dim,
+        dtype=DTYPES[config.dtype], sequence_parallel=sharding.size("sequence") > 1,
     )  # fmt: skip
     names = trace_names(model, devices[0])
     embed, vocab = model.head_shape()

@@ -19,6 +19,7 @@ from forebay.errors import CompilerFailedError, UserError
 from forebay.xla.buffers import Assignment, read_assignment
 from forebay.xla.copies import buffer_scopes, host_copy_bytes
 from forebay.xla.exposure import exposed_bytes
+from forebay.xla.fused_attention import missing_workspace_bytes
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, parse_module
 from forebay.xla.host_arguments import mark_host
 from forebay.xla.invariants import all_violations, host_buffers
@@ -26,6 +27,7 @@ from forebay.xla.kernels import KERNEL_CACHE, kernel_cache
 from forebay.xla.memory import Row, memory_rows
 from forebay.xla.options import variants
 from forebay.xla.remat import RematClones, remat_clones
+from forebay.xla.topology import absent_gpu, compute_capability
 from forebay.xla.versions import versions
 from forebay.xla.windows import Transfer, transfers
 
@@ -69,6 +71,8 @@ class CompiledStep:
     """The optimised, scheduled program."""
     assignment: Assignment = dataclasses.field(repr=False)
     """Where its values are in memory, and when."""
+    added_bytes: int = 0
+    """Of `device.temporaries`, what fused attention takes on a GPU and a compile without one does not see, at most."""
 
     def peak_rows(self, memory: str) -> tuple[Row, ...]:
         """The rows of `device` or `host` memory; those of the device add up to `device.total`."""
@@ -121,10 +125,13 @@ def compile_step(
     moved, scopes = tuple(transfers(module)), buffer_scopes(module)
     if save_hlo is not None:
         save_hlo.write_text(text)
+    gpu = absent_gpu(lowered)
+    added = missing_workspace_bytes(module, compute_capability(gpu)) if gpu is not None else 0
+    device = _bytes(assignment, module, 0)
     return CompiledStep(
-        device=_bytes(assignment, module, 0),
+        device=dataclasses.replace(device, temporaries=device.temporaries + added),
         host=_bytes(assignment, module, HOST_MEMORY_SPACE),
-        rows=tuple(memory_rows(assignment, module, weight_shapes, scopes)),
+        rows=tuple(memory_rows(assignment, module, weight_shapes, scopes, added)),
         transfers=moved,
         violations=tuple(all_violations(module, moved, host_buffers(assignment, scopes))),
         host_copy_bytes=host_copy_bytes(module),
@@ -135,6 +142,7 @@ def compile_step(
         versions=versions(),
         module=module,
         assignment=assignment,
+        added_bytes=added,
     )
 
 

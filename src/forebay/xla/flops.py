@@ -10,20 +10,18 @@ import math
 import re
 from collections.abc import Iterator
 
+from forebay.xla.fused_attention import heads_dimension
 from forebay.xla.hlo import Array, Instruction, Module, arrays_of
 
 _CALLS = ("calls", "to_apply", "called_computations", "true_computation", "false_computation")
-BLOCKWISE_SCOPE, BLOCKWISE_BACKWARD_SCOPE = "blockwise_attention", "blockwise_attention_backward"
-"""The scopes of the loops of `forebay.ops.attention.blockwise`: their products are those that a fused kernel makes."""
-
 _FLOATS = ("bf16", "f16", "f32")
 
-# Products of length x length x head dim that fused attention makes: forward Q K^T and P V; backward Q K^T
-# again, dO V^T, P^T dO, dS K and dS^T Q (arXiv:2205.14135, appendix B).
-_CUDNN_PRODUCTS = {False: 2, True: 5}
+# Products of length x length x head size that fused attention makes, of the keys' size and of the values': forward
+# Q K^T and P V; backward Q K^T again, dS K and dS^T Q, dO V^T and P^T dO (arXiv:2205.14135, appendix B).
+_CUDNN_PRODUCTS = {False: (1, 1), True: (3, 2)}
 # jax's TPU kernel makes the gradients in two passes, each of which needs Q K^T and dO V^T
 # (jax/experimental/pallas/ops/tpu/splash_attention); its mask is not in the HLO and taken to be causal.
-_SPLASH_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
+_SPLASH_PRODUCTS = {"fwd": (1, 1), "dkv": (2, 2), "dq": (2, 1)}
 
 
 class FlopCounter:
@@ -107,7 +105,7 @@ class FlopCounter:
         name = target[1] if target else ""
         if name.startswith(("__cublas$", "__triton$dot")):
             left = self._operand_arrays(instruction)[0].dims
-            dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
+            dims = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.rest)
             contracted = math.prod(left[int(d)] for d in re.findall(r"\d+", dims[1])) if dims else left[-1]
             return 2.0 * math.prod(arrays_of(instruction.shape)[0].dims) * contracted
         if name.startswith("__cudnn$fmha"):
@@ -125,18 +123,16 @@ class FlopCounter:
         stated = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.rest)
         return float(stated[1]) if stated else 0.0
 
-    def _attention(self, instruction: Instruction, products: int, causal: bool) -> float:
-        """Fused attention, from the shapes of query and key, its first operands of more than two dimensions.
+    def _attention(self, instruction: Instruction, products: tuple[int, int], causal: bool) -> float:
+        """Fused attention, from the shapes of query, key and value, its first operands of more than two dimensions.
 
-        They are (heads, length, head dim), or that and a batch in the order that the call's configuration gives.
+        They are (heads, length, head size), or that and a batch in the order that the call's configuration gives.
         """
-        query, key = [a.dims for a in self._operand_arrays(instruction) if len(a.dims) > 2 and a.dtype in _FLOATS][:2]
-        length = 1
-        if len(query) == 4:
-            batch = re.search(r'"lhs_batch_dimensions":\[([^\]]*)\]', instruction.rest)
-            heads = {int(d) for d in re.findall(r"\d+", batch[1])} if batch else {2}
-            length = ({1, 2} - heads).pop()
-        return (0.5 if causal else 1.0) * products * 2.0 * math.prod(query) * key[length]
+        found = [a.dims for a in self._operand_arrays(instruction) if len(a.dims) > 2 and a.dtype in _FLOATS]
+        query, key, value = found[:3]
+        length = 3 - heads_dimension(instruction) if len(query) == 4 else 1
+        sizes = products[0] * query[-1] + products[1] * value[-1]
+        return (0.5 if causal else 1.0) * 2.0 * math.prod(query[:-1]) * key[length] * sizes
 
 
 def is_attention(instruction: Instruction) -> bool:

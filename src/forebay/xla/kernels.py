@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.xla.flags import flag_values, knows_flag
+from forebay.xla.topology import absent_gpu
 
 KERNEL_CACHE = "xla_gpu_kernel_cache_file"
 _in_use = threading.Lock()
@@ -36,12 +37,12 @@ def kernel_cache(lowered: Any) -> Iterator[dict[str, str]]:
 
 
 def _kind_of_absent_gpus(lowered: Any) -> str | None:
-    client = lowered._lowering.compile_args.get("backend")
-    if client is None or client.platform != "gpu" or type(client).__name__ != "CompileOnlyPyClient":
+    device = absent_gpu(lowered)
+    if device is None:
         return None
     if not knows_flag("cuda", KERNEL_CACHE) or KERNEL_CACHE in flag_values("cuda", os.environ):
         return None
-    return client.devices()[0].device_kind.replace(" ", "-")
+    return device.device_kind.replace(" ", "-")
 
 
 @functools.cache

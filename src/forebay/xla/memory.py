@@ -17,6 +17,8 @@ from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, arrays_of
 Kind = Literal["parameter", "optimizer", "gradient", "activation", "copy", "workspace", "logits", "other"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+ADDED_WORKSPACE = "cuDNN's own, not in this compile"
+
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
@@ -35,6 +37,7 @@ def memory_rows(
     module: Module,
     weight_shapes: Collection[tuple[int, ...]],
     scopes: BufferScopes,
+    added: int = 0,
 ) -> list[Row]:
     """The table, largest rows first within each kind, kinds in the order of `KINDS`.
 
@@ -42,6 +45,8 @@ def memory_rows(
 
     `weight_shapes` are the shapes that weights have on one device: float32 arrays of these shapes that
     the backward pass makes are gradients.
+
+    `added` is `CompiledStep.added_bytes`.
     """
     totals: dict[tuple[str, Kind, str], int] = defaultdict(int)
     for allocation in assignment.allocations:
@@ -57,6 +62,7 @@ def memory_rows(
                 name, kind = _temporary(part, assignment, weight_shapes, memory, scopes)
                 totals[name, kind, memory] += part.num_bytes
             totals["gaps between buffers", "other", memory] += unused
+    totals[ADDED_WORKSPACE, "workspace", "device"] += added
     rows = [Row(name, kind, size, memory) for (name, kind, memory), size in totals.items() if size]  # type: ignore[arg-type]
     return sorted(rows, key=lambda r: (r.memory, KINDS.index(r.kind), -r.num_bytes))
 

@@ -62,26 +62,22 @@ class Schedule:
     notes: tuple[str, ...]
 
 
-def read_schedule(
-    module: Module, platform: str, devices: int | None = None, *, fused_attention: bool = False
-) -> Schedule:
+def read_schedule(module: Module, platform: str, devices: int | None = None) -> Schedule:
     """The schedule of a scheduled module.
 
     Args:
         platform: "cuda" or "tpu".
         devices: how many run it; by default what the module says.
-        fused_attention: whether loops of blockwise attention stand for a fused kernel.
 
     Raises:
         UserError: an instruction without what its cost is counted from.
     """
-    return _Reader(module, platform, devices or module.devices or 1, fused_attention).schedule()
+    return _Reader(module, platform, devices or module.devices or 1).schedule()
 
 
 class _Reader:
-    def __init__(self, module: Module, platform: str, devices: int, fused_attention: bool):
+    def __init__(self, module: Module, platform: str, devices: int):
         self.module = module
-        self.fused_attention = fused_attention
         self.devices = devices
         self.work = WorkReader(module, platform, devices)
         self.differentiated = any("transpose(" in i.op_name for i in module.instructions())
@@ -134,11 +130,6 @@ class _Reader:
             return Op(i.name, opcode, "done", phase, i.operands)
         if opcode.endswith("-update") or opcode in ("opt-barrier", "optimization-barrier", "bitcast"):
             return Op(i.name, opcode, "pass", phase, i.operands)
-        if opcode == "while" and self.fused_attention and (work := self.work.fused_loop(i)) is not None:
-            self.work.notes[
-                "attention is timed as the fused kernel that runs on the device, not as it was compiled"
-            ] = None
-            return Op(i.name, opcode, "run", phase, i.operands, work)
         if opcode == "while":
             trips = self.module.trip_count(i)
             return Op(i.name, opcode, "loop", phase, i.operands, bodies=tuple(called(i, "body")), trips=trips)

@@ -9,8 +9,9 @@ import importlib.util
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forebay.errors import UserError, missing_extra
 from forebay.hardware import Hardware, TpuTarget
@@ -147,6 +148,27 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
+
+
+def compute_capability(device: Any) -> tuple[int, int]:
+    """A jax GPU's compute capability, (9, 0) for Hopper; (0, 0) of a device that has none."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def absent_gpu(lowered: Any) -> Any | None:
+    """One of the GPUs that a `jax.stages.Lowered` is for; None where they are there or it is for something else."""
+    client = lowered._lowering.compile_args.get("backend")
+    return client.devices()[0] if client is not None and client.platform == "gpu" and _only_compiles(client) else None
+
+
+def is_absent(device: Any) -> bool:
+    """Whether a jax device can only be compiled for."""
+    return _only_compiles(device.client)
+
+
+def _only_compiles(client: Any) -> bool:
+    return type(client).__name__ == "CompileOnlyPyClient"
 
 
 def target_config(hardware: Hardware) -> str:

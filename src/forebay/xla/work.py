@@ -5,7 +5,7 @@ import re
 from typing import Literal
 
 from forebay.xla.copies import copies_within_host, direction
-from forebay.xla.flops import BLOCKWISE_BACKWARD_SCOPE, BLOCKWISE_SCOPE, FlopCounter, called, is_attention
+from forebay.xla.flops import FlopCounter, called, is_attention
 from forebay.xla.groups import Groups, groups_of
 from forebay.xla.hlo import Instruction, Module
 from forebay.xla.opcodes import COLLECTIVES, FREE, KNOWN, base
@@ -114,19 +114,6 @@ class WorkReader:
         )
         kind: Kind = "attention" if attention else "matmul"
         return Work(kind, flops, self.flops.operand_dtype(largest), backward, traffic)
-
-    def fused_loop(self, i: Instruction) -> Work | None:
-        """The work of a loop of blockwise attention as of the fused kernel in its place; None of other loops.
-
-        It makes the same products (those of the blocks under the causal mask) and reads and writes the arrays that the loop
-        has from outside, once.
-        """
-        scopes = i.op_name.split("/")
-        if not {BLOCKWISE_SCOPE, BLOCKWISE_BACKWARD_SCOPE} & set(scopes):
-            return None
-        largest = max(self.flops.products(i), key=self.flops.instruction)
-        dtype, num_bytes = self.flops.operand_dtype(largest), sum(a.num_bytes for a in i.arrays)
-        return Work("attention", self.flops.instruction(i), dtype, BLOCKWISE_BACKWARD_SCOPE in scopes, num_bytes)
 
     def _custom_call(self, i: Instruction) -> Work | None:
         target = target_of(i)

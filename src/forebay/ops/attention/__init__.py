@@ -23,53 +23,40 @@ CONTEXT = "context"
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """`compiled`: the kernel in the program. `at_run_time`: the one a machine with every library would use."""
+    """A kernel of `KERNELS`, and in one line why it is not the fused one of its platform, if it is not."""
 
-    compiled: str
-    at_run_time: str
-
-    @property
-    def stands_in(self) -> bool:
-        """Whether the program has the blockwise form where a fused kernel will run."""
-        return self.compiled == "blockwise" != self.at_run_time
-
-    @property
-    def note(self) -> str | None:
-        """What to say beside the numbers of a compile whose kernel is not the one that will run."""
-        if self.compiled == self.at_run_time:
-            return None
-        return (
-            f"attention compiled with the {self.compiled} kernel; on the device {self.at_run_time} will run: "
-            f"working set and schedule inside attention differ (install the extra aot-cudnn to compile it)"
-        )
+    name: str
+    note: str | None = None
 
 
-def choose_kernel(requested: str, platform: str, *, seq: int, head_dim: int, v_head_dim: int, sequence_parallel: bool):
-    """The kernel for a `platform` ("cpu", "gpu" or "cuda", "tpu") and these sizes.
+def choose_kernel(
+    requested: str, device: Any, *, seq: int, head_dim: int, v_head_dim: int, dtype: Any, sequence_parallel: bool
+) -> KernelChoice:
+    """The kernel for a `device` of jax's, there or not, and these sizes and compute `dtype`.
 
     Raises:
         UserError: an unknown kernel, or one asked for by name that cannot do these sizes or is not installed.
     """
     if requested not in KERNELS:
         raise unknown("attention kernel", requested, KERNELS)
-    gpu, tpu = platform in ("gpu", "cuda"), platform == "tpu"
-    fits_cudnn = gpu and cudnn.supports(head_dim, v_head_dim) and not sequence_parallel
-    fits_splash = tpu and splash.supports(seq, head_dim, v_head_dim) and not sequence_parallel
-    if requested == "cudnn" and not (fits_cudnn and cudnn.available()):
-        raise UserError(
-            "attention=cudnn needs an NVIDIA GPU, cuDNN (extra aot-cudnn or cuda13), equal head sizes of at most 128 "
-            "and no `sequence` axis: use attention=auto"
-        )
-    if requested == "splash" and not fits_splash:
-        raise UserError(
-            f"attention=splash needs a TPU, a sequence that is a multiple of 128 (it is {seq}), head sizes that are "
-            f"multiples of 64 and no `sequence` axis: use attention=auto"
-        )
-    if requested != "auto":
-        return KernelChoice(requested, requested)
-    if fits_cudnn:
-        return KernelChoice("cudnn" if cudnn.available() else "blockwise", "cudnn")
-    return KernelChoice("splash", "splash") if fits_splash else KernelChoice("blockwise", "blockwise")
+    fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(device.platform)
+    if sequence_parallel:
+        missing = "it does not split the sequence over devices"
+    elif fused == "splash":
+        missing = splash.missing(seq, head_dim, v_head_dim)
+    else:
+        missing = cudnn.missing(device, head_dim, v_head_dim, dtype)
+    if requested == "blockwise" or (requested == "auto" and fused is None):
+        return KernelChoice("blockwise")
+    if requested not in ("auto", fused):
+        needs = "a TPU" if requested == "splash" else "an NVIDIA GPU"
+        raise UserError(f"attention={requested} needs {needs}: use attention=auto")
+    if not missing:
+        assert fused is not None
+        return KernelChoice(fused)
+    if requested == "auto":
+        return KernelChoice("blockwise", f"attention runs in blocks, slower than {fused}'s kernel would: {missing}")
+    raise UserError(f"attention={requested}: {missing}; use attention=auto")
 
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forebay.xla.flops import BLOCKWISE_BACKWARD_SCOPE, BLOCKWISE_SCOPE
-
 BLOCK = 512
 _MASKED = -1e30  # not -inf: a fully masked block must not make exp(-inf - -inf)
 
@@ -54,7 +52,7 @@ def forward(
         jnp.full((nq, B, G, R, b), _MASKED, jnp.float32),
         jnp.zeros((nq, B, G, R, b), jnp.float32),
     )
-    with jax.named_scope(BLOCKWISE_SCOPE):
+    with jax.named_scope("blockwise_attention"):
         (out, top, total), _ = jax.lax.scan(step, init, pairs)
     out = (out / total[..., None]).astype(q_BSHK.dtype)
     lse = top + jnp.log(total)
@@ -94,7 +92,7 @@ def backward(
         return (dq.at[i].add(dq_i), dk.at[j].add(dk_j), dv.at[j].add(dv_j)), None
 
     init = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-    with jax.named_scope(BLOCKWISE_BACKWARD_SCOPE):
+    with jax.named_scope("blockwise_attention_backward"):
         (dq, dk, dv), _ = jax.lax.scan(step, init, pairs)
     dk, dv = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :T] for x in (dk, dv))
     return _join(dq, S).astype(q_BSHK.dtype), dk.astype(k_BTGK.dtype), dv.astype(v_BTGV.dtype)

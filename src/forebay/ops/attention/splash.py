@@ -12,8 +12,13 @@ BLOCK = 512
 _LANES = 128  # the kernel's tiles are multiples of the vector unit's lanes
 
 
-def supports(seq: int, head_dim: int, v_head_dim: int) -> bool:
-    return seq % _LANES == 0 and head_dim % 64 == 0 and v_head_dim % 64 == 0
+def missing(seq: int, head_dim: int, v_head_dim: int) -> str | None:
+    """What the kernel lacks for a sequence and heads of these sizes, in a few words; None if nothing."""
+    if seq % _LANES:
+        return f"the kernel needs a sequence that is a multiple of {_LANES} (it is {seq})"
+    if head_dim % 64 or v_head_dim % 64:
+        return f"the kernel needs head sizes that are multiples of 64 (they are {head_dim} and {v_head_dim})"
+    return None
 
 
 def forward(q_BSHK, k_BTGK, v_BTGV, *, scale: float) -> tuple[jax.Array, jax.Array]:

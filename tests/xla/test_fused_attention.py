@@ -1,0 +1,88 @@
+"""Memory of cuDNN's kernels that a compile without a GPU leaves out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import forebay
+from forebay.hardware import get_hardware
+from forebay.ops.attention import cudnn
+from forebay.xla.fused_attention import gradient_workspace_bytes, missing_workspace_bytes
+from forebay.xla.hlo import parse_module
+from forebay.xla.memory import ADDED_WORKSPACE
+from forebay.xla.topology import compile_only_devices
+
+MiB = 2**20
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("query", "kv_heads", "value", "capability", "mib"),
+    [  # what cuDNN 9.25.1 says: benchmarks/attention/results.md
+        ((2, 4096, 16, 64), 16, 64, HOPPER, 32.5),
+        ((2, 4096, 16, 128), 4, 128, HOPPER, 128.5),
+        ((1, 8192, 128, 128), 8, 128, HOPPER, 1028),
+        ((8, 4096, 128, 192), 128, 128, (10, 0), 3088),
+        ((1, 8192, 128, 128), 8, 128, AMPERE, 1540),
+        ((2, 4096, 16, 64), 16, 64, AMPERE, 64.5),
+    ],
+)
+def test_is_what_cudnn_says(query, kv_heads, value, capability, mib):
+    assert gradient_workspace_bytes(query, kv_heads, value, 2, capability) == mib * MiB
+
+
+def calls(workspace: int, order: str = "0, 2", name: str = "fmhaSoftmaxBackward"):
+    """A module of two calls for 2 x 256 positions, one of 4 heads and one of 8, and 2 of keys."""
+    lines = []
+    for n, heads in enumerate((4, 8)):
+        shape = (2, 256, heads, 64) if order == "0, 2" else (2, heads, 256, 64)
+        kv = (2, 256, 2, 64) if order == "0, 2" else (2, 2, 256, 64)
+        q, k = (f"bf16[{','.join(map(str, s))}]" for s in (shape, kv))
+        config = ", ".join(f'"{d}"' for d in order.split(", "))
+        lines += [
+            f"  %q{n} = {q} parameter({2 * n})",
+            f"  %k{n} = {k} parameter({2 * n + 1})",
+            f"  %c{n} = ({q}, {k}, {k}, u8[{workspace}]{{0}}) custom-call(%q{n}, %k{n}, %k{n}, %q{n}), "
+            f'custom_call_target="__cudnn${name}", backend_config={{"cudnn_fmha_backend_config": '
+            f'{{"bmm1_dot_dimension_numbers": {{"lhs_batch_dimensions": [{config}]}}}}}}',
+        ]
+    return parse_module("HloModule m, is_scheduled=true\n\nENTRY %main () -> () {\n" + "\n".join(lines) + "\n}\n")
+
+
+@pytest.mark.parametrize("order", ["0, 2", "0, 1"], ids=["sequence first", "heads first"])
+def test_the_largest_of_a_programs_calls_counts(order):
+    rows = 2 * 256 * 8
+    assert missing_workspace_bytes(calls(0, order), HOPPER) == rows * (64 * 4 + 4 + 2 * 64 * 2)
+
+
+def test_what_the_compiler_asked_cudnn_for_is_not_added_again():
+    assert missing_workspace_bytes(calls(1024), HOPPER) == 0
+
+
+def test_the_forward_kernel_has_none():
+    assert missing_workspace_bytes(calls(0, name="fmhaSoftmax"), HOPPER) == 0
+
+
+def compiled(machine: str):
+    there = SingleDeviceSharding(compile_only_devices(get_hardware(machine), 1)[0])
+    step = jax.jit(functools.partial(cudnn.backward, scale=0.1), in_shardings=there, out_shardings=there)
+    q, k, v, lse = (
+        jax.ShapeDtypeStruct(s, d)
+        for s, d in (
+            ((2, 4096, 128, 192), jnp.bfloat16), ((2, 4096, 128, 192), jnp.bfloat16),
+            ((2, 4096, 128, 128), jnp.bfloat16), ((2, 4096, 128), jnp.float32),
+        )
+    )  # fmt: skip
+    return forebay.compile_step(step, (q, k, v, v, lse, v))
+
+
+def test_a_compile_without_a_gpu_and_without_cudnn_counts_it():
+    step = compiled("gb200")
+    assert step.added_bytes == 772 * MiB
+    rows = {r.name: r.num_bytes for r in step.peak_rows("device")}
+    assert rows[ADDED_WORKSPACE] == 772 * MiB
+    assert sum(rows.values()) == step.device.total
+    assert step.device.temporaries >= step.added_bytes
