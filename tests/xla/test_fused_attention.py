@@ -10,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 import forebay
 from forebay.hardware import get_hardware
 from forebay.ops.attention import cudnn
+from forebay.xla.flops import FlopCounter
 from forebay.xla.fused_attention import gradient_workspace_bytes, missing_workspace_bytes
 from forebay.xla.hlo import parse_module
 from forebay.xla.memory import ADDED_WORKSPACE
@@ -47,7 +48,8 @@ def calls(workspace: int, order: str = "0, 2", name: str = "fmhaSoftmaxBackward"
             f"  %k{n} = {k} parameter({2 * n + 1})",
             f"  %c{n} = ({q}, {k}, {k}, u8[{workspace}]{{0}}) custom-call(%q{n}, %k{n}, %k{n}, %q{n}), "
             f'custom_call_target="__cudnn${name}", backend_config={{"cudnn_fmha_backend_config": '
-            f'{{"bmm1_dot_dimension_numbers": {{"lhs_batch_dimensions": [{config}]}}}}}}',
+            f'{{"bmm1_grad_gemm1_dot_dimension_numbers": {{"lhs_batch_dimensions": ["0", "1"], '
+            f'"rhs_batch_dimensions": [{config}]}}}}}}',
         ]
     return parse_module("HloModule m, is_scheduled=true\n\nENTRY %main () -> () {\n" + "\n".join(lines) + "\n}\n")
 
@@ -66,23 +68,42 @@ def test_the_forward_kernel_has_none():
     assert missing_workspace_bytes(calls(0, name="fmhaSoftmax"), HOPPER) == 0
 
 
-def compiled(machine: str):
+@functools.cache
+def compiled(kind: str, machine: str, heads: int, kv_heads: int, size: int, value: int):
     there = SingleDeviceSharding(compile_only_devices(get_hardware(machine), 1)[0])
-    step = jax.jit(functools.partial(cudnn.backward, scale=0.1), in_shardings=there, out_shardings=there)
-    q, k, v, lse = (
-        jax.ShapeDtypeStruct(s, d)
-        for s, d in (
-            ((2, 4096, 128, 192), jnp.bfloat16), ((2, 4096, 128, 192), jnp.bfloat16),
-            ((2, 4096, 128, 128), jnp.bfloat16), ((2, 4096, 128), jnp.float32),
-        )
-    )  # fmt: skip
-    return forebay.compile_step(step, (q, k, v, v, lse, v))
+    function = functools.partial(getattr(cudnn, kind), scale=0.1)
+    step = jax.jit(function, in_shardings=there, out_shardings=there)
+
+    def shape(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((2, 4096, *dims), dtype)
+
+    q, k, v, out = shape(heads, size), shape(kv_heads, size), shape(kv_heads, value), shape(heads, value)
+    lse = shape(heads, dtype=jnp.float32)
+    return forebay.compile_step(step, (q, k, v) if kind == "forward" else (q, k, v, out, lse, out))
 
 
-def test_a_compile_without_a_gpu_and_without_cudnn_counts_it():
-    step = compiled("gb200")
-    assert step.added_bytes == 772 * MiB
+@pytest.mark.parametrize(
+    ("machine", "heads", "mib"),
+    [  # benchmarks/attention/results.md
+        ("gb200", (128, 128, 192, 128), 772),
+        ("h200", (16, 4, 128, 128), 128.5),
+        ("a100", (16, 4, 128, 128), 192.5),
+    ],
+)
+def test_a_compile_without_a_gpu_and_without_cudnn_counts_it(machine, heads, mib):
+    step = compiled("backward", machine, *heads)
+    assert step.added_bytes == mib * MiB
     rows = {r.name: r.num_bytes for r in step.peak_rows("device")}
-    assert rows[ADDED_WORKSPACE] == 772 * MiB
+    assert rows[ADDED_WORKSPACE] == mib * MiB
     assert sum(rows.values()) == step.device.total
     assert step.device.temporaries >= step.added_bytes
+
+
+@pytest.mark.parametrize("heads", [(128, 128, 192, 128), (16, 4, 128, 128)], ids=["latent", "grouped"])
+@pytest.mark.parametrize(("kind", "of_keys", "of_values"), [("forward", 1, 1), ("backward", 3, 2)])
+def test_the_products_of_a_compiled_kernel_are_counted(kind, of_keys, of_values, heads):
+    module = compiled(kind, "h200", *heads).module
+    flops = FlopCounter(module)
+    pairs = 2 * heads[0] * 4096 * 4096 / 2  # of two sequences
+    found = sum(map(flops.instruction, module.computations[module.entry]))
+    assert found == 2 * pairs * (of_keys * heads[2] + of_values * heads[3])

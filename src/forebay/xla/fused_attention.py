@@ -56,7 +56,9 @@ def _missing(module: Module, call: Instruction, capability: tuple[int, int]) -> 
 
 
 def heads_dimension(call: Instruction) -> int:
-    """Which dimension of cuDNN's queries, keys and values counts the heads: 1, or 2 where the sequence comes before."""
-    batch = re.search(r'"lhs_batch_dimensions":\s*\[([^\]]*)\]', call.rest)
-    heads = {int(d) for d in re.findall(r"\d+", batch[1])} if batch else {2}
-    return 2 if 2 in heads else 1
+    """Which dimension of cuDNN's queries, keys and values counts the heads: 1, or 2 where the sequence comes before.
+
+    On the right of the first product that the call's configuration lists are keys or, of a gradient, queries.
+    """
+    batch = re.search(r'"rhs_batch_dimensions":\s*\[([^\]]*)\]', call.rest)
+    return 1 if batch and "1" in re.findall(r"\d+", batch[1]) else 2
