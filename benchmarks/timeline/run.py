@@ -8,8 +8,8 @@ there in a process of its own, and its timeline is simulated with the default ef
 `forebay.timeline.Efficiency`: from datasheets and kernel benchmarks, none of them from these results. What a
 published result leaves open is assumed, and said. Both sides get the same compiler options (those with
 which forebay compiles a step that offloads, without XLA's memory limit, so that neither side is
-rematerialised by the compiler); `as forebay compiles` is the other comparison, each side with its own. TPU steps
-are compiled up to the schedule (`benchmarks/scheduled.py`).
+rematerialised by the compiler); `as forebay compiles` is the other comparison, each side with its own, the timeline's times
+included. TPU steps are compiled up to the schedule (`benchmarks/scheduled.py`).
 
 GPU attention is cuDNN's, as on the device.
 Results go to `results.md` and `results.json` beside this file.
@@ -135,7 +135,7 @@ def one(case: Case, placement: str, same: str) -> None:
     import jax
 
     from forebay.train.config import ProgramConfig
-    from forebay.train.planning import step_options
+    from forebay.train.planning import compile_program, step_options
     from forebay.train.program import make_program
     from forebay.xla.compile import compile_hidden
     from forebay.xla.options import compiler_options
@@ -163,10 +163,11 @@ def one(case: Case, placement: str, same: str) -> None:
             )
             return
         hlo = Path(folder) / "step.hlo"
-        compiled, _ = compile_hidden(
-            program.jit_step(), (program.abstract_state, program.abstract_batch), options,
-            judged=machine.platform == "cuda", save_hlo=hlo,
-        )  # fmt: skip
+        if same == "same":
+            step, args = program.jit_step(), (program.abstract_state, program.abstract_batch)
+            compiled, _ = compile_hidden(step, args, options, judged=machine.platform == "cuda", save_hlo=hlo)
+        else:
+            compiled = compile_program(program, machine, deviceless=True, save_hlo=hlo).compiled
         if folder := os.environ.get("KEEP_HLO"):
             Path(folder, f"{case.name}-{placement}-{same}.hlo").write_text(hlo.read_text())
         row = simulated(hlo, machine, program.flops_per_step / case.devices)

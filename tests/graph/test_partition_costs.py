@@ -114,6 +114,20 @@ def test_collectives_by_name_inside_shard_map():
     ]
 
 
+@pytest.mark.parametrize(("weights", "of_weight"), [([0], True), ([], False)])
+def test_a_scatter_by_name_of_what_has_a_weights_shape_is_of_its_gradient(weights, of_weight):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+    spec = PartitionSpec("fsdp")
+
+    def local(w, x):  # [2, 16] and [8, 16] on a device
+        return w + jax.lax.psum_scatter(x, "fsdp", scatter_dimension=0, tiled=True)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)
+    w, x = (shape(8, 16, dtype=jnp.float32),) * 2
+    cost = costs(run, (w, x), [(("fsdp",), ()), ((), ())], weights=weights)
+    assert cost.collectives == (Collective("reduce_scatter", 8 * 16 * 4 * 3 / 4, ("fsdp",), of_weight),)
+
+
 def test_loops_count_as_often_as_they_run():
     x, w = shape(8, 8), shape(5, 8, 8)
 

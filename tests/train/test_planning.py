@@ -114,7 +114,9 @@ def test_a_plan_made_for_something_else_says_so(tmp_path):
     assert not any("the plan was made for" in note for note in same.notes())
 
 
-@pytest.mark.parametrize(("profile", "placement", "compiles"), [("copies", "full", 0), ("timeline", "full", 1)])
+@pytest.mark.parametrize(
+    ("profile", "placement", "compiles"), [("copies", "full", 0), ("timeline", "full", 1), ("auto", "full", 1)]
+)
 def test_a_run_is_compiled_with_the_profile_that_it_asks_for(monkeypatch, profile, placement, compiles):
     asked = []
 
@@ -135,6 +137,11 @@ def test_a_machine_that_is_not_known_has_no_times_to_tell(monkeypatch):
     program = make_program(config, compile_only_devices(get_hardware("h200"), 8))
     options, notes = planning.run_options(program, None)
     assert PROFILE_OPTION not in options and any("profile=timeline does nothing" in n for n in notes)
+    by_default = make_program(
+        dataclasses.replace(config, profile="auto"), compile_only_devices(get_hardware("h200"), 8)
+    )
+    options, notes = planning.run_options(by_default, None)
+    assert PROFILE_OPTION not in options and not any("profile" in n for n in notes)
 
 
 def test_a_profile_that_does_not_exist_is_refused():

@@ -101,7 +101,8 @@ def analyse(
     shapes = [local_shape(v, s, axis_sizes) for v, s in zip(flat.values, specs, strict=True)]
     num_bytes = tuple(math.prod(s) * getattr(v.dtype, "itemsize", 8) for s, v in zip(shapes, flat.values, strict=True))
     written = materialised(flat)
-    view = _View(flat, specs, shapes, num_bytes, axis_sizes, from_weights, frozenset(scattered), written)
+    parts = frozenset(tuple(sorted(shapes[flat.inputs[k]])) for k in weights)
+    view = _View(flat, specs, shapes, num_bytes, axis_sizes, from_weights, frozenset(scattered), parts, written)
     return Analysis(flat, tuple(specs), num_bytes, tuple(_cost(op, view) for op in flat.ops), written, from_weights)
 
 
@@ -114,6 +115,8 @@ class _View:
     axis_sizes: Mapping[str, int]
     from_weights: frozenset[int]
     scattered: frozenset[tuple[int, ...]]
+    parts: frozenset[tuple[int, ...]]
+    """The shapes, sorted, that weights have on one device."""
     materialised: frozenset[int]
 
     def size(self, axes: Collection[str]) -> int:
@@ -284,7 +287,8 @@ def _explicit(op: Op, view: _View) -> Collective:
         weight = any(i in view.from_weights for i in op.inputs if i is not None)
         return Collective("all_gather", outs * share, axes, weight)
     if op.primitive in ("reduce_scatter", "psum_scatter"):
-        return Collective("reduce_scatter", ins * share, axes)
+        gradient = all(tuple(sorted(view.shapes[o])) in view.parts for o in op.outputs)
+        return Collective("reduce_scatter", ins * share, axes, gradient)
     if op.primitive == "ppermute":
         return Collective("permute", ins, axes)
     return Collective("all_to_all", outs * share, axes)

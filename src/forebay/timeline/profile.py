@@ -7,13 +7,14 @@ compiled step are the names that the scheduler found, because what comes after i
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from forebay.errors import UserError
 from forebay.hardware import Hardware
 from forebay.timeline.build import timeline
 from forebay.timeline.costs import CostModel, Efficiency
-from forebay.timeline.timeline import Timeline
 from forebay.units import format_seconds
 from forebay.xla.exposure import exposed
 from forebay.xla.hlo import Module
@@ -95,50 +96,89 @@ def profiled(
     devices: int,
     usable_bytes: int,
     compile_again: Callable[[Mapping[str, Any]], "CompiledStep"],
+    agreed: Callable[[Callable[[], str]], str] = lambda make: make(),
 ) -> Profiled:
     """Compiles a step again with a profile of its own times, and keeps what its timeline says is faster.
 
     The second is kept only if nothing else is the worse for it: the copies in it are right and hidden as before, it has
-    no more `.remat` clones, and it fits if the first does.
+    no more `.remat` clones, and it fits. It is not tried where the first does not fit, and where something goes wrong with it
+    the first is kept.
 
     Args:
         compiled: the step, compiled for `devices` of `hardware` under `options`.
         usable_bytes: the device memory that a program may use.
         compile_again: compiles the same program under other options.
+        agreed: of a text that each process of a run makes, the one that all go by: processes that schedule their
+            collectives differently wait for each other for ever.
+
+    Raises:
+        UserError: the second compile fails here, and not in the process that all go by.
     """
-    if compiled.refused is not None:
-        return Profiled(compiled, options, 0.0, None, False, "no profile was tried: the compiler refused the step")
-
-    def simulated(step: "CompiledStep") -> Timeline:
-        return timeline(step.module, hardware, devices=devices)
-
-    first = simulated(compiled)
-    before = first.step_time_s
+    first = json.loads(agreed(lambda: json.dumps(_first_look(compiled, hardware, devices, usable_bytes))))
+    before = first["step_s"]
 
     def keep_first(why: str, after: float | None = None) -> Profiled:
         return Profiled(compiled, options, before, after, False, why)
 
-    if first.exposed_s < WORTH * before:
-        return keep_first("no profile was tried: the step waits for next to nothing")
-    again = with_profile(options, hardware.platform, costs_us(compiled.module, hardware, devices))
+    if first["why"]:
+        return keep_first(f"no profile was tried: {first['why']}")
+    again = with_profile(options, hardware.platform, first["costs_us"])
     if again is None:
         return keep_first(
             "no profile was tried: this compiler takes none, or has one of your own that cannot be added to"
         )
-    second = compile_again(again)
-    if (worse := _worse(compiled, second, usable_bytes)) is not None:
-        return keep_first(f"the profile of the timeline's times was dropped: with it {worse}")
-    after = simulated(second).step_time_s
-    if after > (1 - WORTH) * before:
-        return keep_first(
-            f"the profile of the timeline's times was dropped: {format_seconds(after)} a step with it, "
-            f"{format_seconds(before)} without", after,
-        )  # fmt: skip
+    second, failure = None, None
+    try:
+        second = compile_again(again)
+    except UserError as error:
+        failure = error
+    last = json.loads(
+        agreed(lambda: json.dumps(_second_look(compiled, second, failure, before, hardware, devices, usable_bytes)))
+    )
+    after = last["step_s"]
+    if last["why"]:
+        return keep_first(f"the profile of the timeline's times was dropped: {last['why']}", after)
+    if second is None:
+        assert failure is not None
+        raise failure
     note = (
         f"scheduled with the timeline's times: {format_seconds(after)} a step, {after / before - 1:+.1%} against "
         f"{format_seconds(before)} without"
     )
     return Profiled(second, again, before, after, True, note)
+
+
+def _first_look(compiled: "CompiledStep", hardware: Hardware, devices: int, usable_bytes: int) -> dict[str, Any]:
+    """A step's time and its kernels', or why no profile is worth a compile."""
+    if compiled.refused is not None or compiled.device.total > usable_bytes:
+        return {"why": "the step does not fit", "step_s": 0.0}
+    try:
+        made = timeline(compiled.module, hardware, devices=devices)
+        costs = costs_us(compiled.module, hardware, devices)
+    except UserError as error:
+        return {"why": str(error), "step_s": 0.0}
+    waits = made.exposed_s >= WORTH * made.step_time_s
+    why = None if waits else "the step waits for next to nothing"
+    return {"why": why, "step_s": made.step_time_s, "costs_us": costs}
+
+
+def _second_look(
+    compiled: "CompiledStep",
+    second: "CompiledStep | None",
+    failure: UserError | None,
+    before_s: float,
+    hardware: Hardware,
+    devices: int,
+    usable_bytes: int,
+) -> dict[str, Any]:
+    """The second compile's time, or why it is dropped."""
+    if second is None:
+        return {"why": f"with it {failure}", "step_s": None}
+    if (worse := _worse(compiled, second, usable_bytes)) is not None:
+        return {"why": f"with it {worse}", "step_s": None}
+    after = timeline(second.module, hardware, devices=devices).step_time_s
+    slower = f"{format_seconds(after)} a step with it, {format_seconds(before_s)} without"
+    return {"why": None if after <= (1 - WORTH) * before_s else slower, "step_s": after}
 
 
 def _worse(first: "CompiledStep", second: "CompiledStep", usable_bytes: int) -> str | None:
@@ -147,7 +187,7 @@ def _worse(first: "CompiledStep", second: "CompiledStep", usable_bytes: int) -> 
         return "the compiler refuses the step for lack of memory"
     if len(second.violations) > len(first.violations):
         return "copies between device and host are wrong"
-    if second.device.total > max(usable_bytes, first.device.total):
+    if second.device.total > usable_bytes:
         return "the step does not fit"
     if second.remat.count > first.remat.count:
         return f"the compiler recomputes, {second.remat.count} clones for {first.remat.count}"

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 AUTO = "auto"
-PROFILES = ("copies", "timeline")
+PROFILES = (AUTO, "copies", "timeline")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,8 @@ class ProgramConfig:
         attention: attention kernel: auto, cudnn, splash or blockwise.
         loss_chunking: how the loss avoids whole logits: auto, tokens or vocab.
         profile: what XLA's scheduler for GPUs is told of times: copies, that those between device and host take long;
-            timeline, also how long kernels and collectives take, in a second compile that is kept where it is faster.
+            timeline, also how long kernels and collectives take, in a second compile that is kept where it is faster;
+            auto, the second where the machine is known.
         steps: training steps; the learning rate's decay ends there.
         optimizer: the optimizer.
     """
@@ -79,7 +80,7 @@ class ProgramConfig:
     dtype: str = "bfloat16"
     attention: str = "auto"
     loss_chunking: str = "auto"
-    profile: str = "copies"
+    profile: str = AUTO
     steps: int = 1000
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
 

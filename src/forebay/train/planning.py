@@ -24,6 +24,7 @@ from forebay.report.memory import compile_json
 from forebay.timeline.compare import of_compiled
 from forebay.timeline.profile import profiled
 from forebay.train.config import ProgramConfig
+from forebay.train.processes import from_first
 from forebay.train.program import Program, make_program
 from forebay.train.run_config import TrainConfig
 from forebay.xla.compile import CompiledStep, compile_hidden, compile_step
@@ -83,7 +84,9 @@ def planned_program(
             base, placements=decision.placements, optimizer_host_fraction=decision.state_host_fraction
         )
         candidate = dataclasses.replace(program, plan=plan)
-        done = compile_program(candidate, hardware, deviceless=deviceless, memory_fraction=memory_fraction)
+        done = compile_program(
+            candidate, hardware, deviceless=deviceless, memory_fraction=memory_fraction, usable_bytes=device_bytes
+        )
         compiled = done.compiled
         if compiled.violations:
             raise WrongNumbersError(explain_violations(compiled.violations))
@@ -134,30 +137,38 @@ def compile_program(
     *,
     deviceless: bool,
     memory_fraction: float | None = None,
+    usable_bytes: int | None = None,
     save_hlo: Path | None = None,
+    agreed: Callable[[Callable[[], str]], str] = lambda make: make(),
 ) -> Compiled:
     """The program's step, compiled under the options that hide most of its copies.
 
-    With `profile=timeline` it is then compiled once more with the times of its timeline (`forebay.timeline.profile`).
-    `hardware` is None for devices that no machine is known for; these have no timeline.
+    For GPUs it is then compiled once more with the times of its timeline (`forebay.timeline.profile`), unless
+    `profile=copies`.
+    `hardware` is None for devices that no machine is known for; these have no timeline. `usable_bytes` is the device memory
+    that the second may take, by default what XLA may use; `agreed` see `profiled`.
     """
     step = program.jit_step()  # one function, so that it is traced once
     args, cuda = (program.abstract_state, program.abstract_batch), hardware is not None and hardware.platform == "cuda"
     about: dict[str, Any] = {"weight_shapes": program.local_weight_shapes(), "hosted": program.hosted_arguments()}
     options, notes = step_options(program, hardware, deviceless=deviceless, memory_fraction=memory_fraction, step=step)
     compiled, options = compile_hidden(step, args, options, judged=cuda, save_hlo=save_hlo, **about)
-    if program.config.profile != "timeline":
-        return Compiled(compiled, options, notes)
-    if hardware is None or not cuda:
-        return Compiled(compiled, options, (*notes, _NOT_TOLD))
+    if hardware is None or not cuda or program.config.profile == "copies":
+        return Compiled(compiled, options, (*notes, *_not_told(program)))
     second = None if save_hlo is None else save_hlo.with_name(f"{save_hlo.name}.profiled")
     made = profiled(
-        compiled, options, hardware, program.sharding.mesh.size, hardware.usable_hbm_bytes(memory_fraction),
-        lambda options: compile_step(step, args, options=options, save_hlo=second, **about),
+        compiled, options, hardware, program.sharding.mesh.size,
+        hardware.usable_hbm_bytes(memory_fraction) if usable_bytes is None else usable_bytes,
+        lambda options: compile_step(step, args, options=options, save_hlo=second, **about), agreed,
     )  # fmt: skip
     if save_hlo is not None and second is not None and second.exists():
         second.replace(save_hlo) if made.kept else second.unlink()
     return Compiled(made.compiled, made.options, (*notes, made.note))
+
+
+def _not_told(program: Program) -> tuple[str, ...]:
+    """What to say where the scheduler is not told the timeline's times."""
+    return (_NOT_TOLD,) if program.config.profile == "timeline" else ()
 
 
 def run_options(program: Program, hardware: Hardware | None) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -165,16 +176,17 @@ def run_options(program: Program, hardware: Hardware | None) -> tuple[dict[str, 
     build could not do of them.
 
     A program that moves anything to the host is compiled and its copies are looked at first; they may need other options
-    than the first choice. One with `profile=timeline` is compiled for its times.
+    than the first choice. For GPUs one is compiled for its times, unless `profile=copies`.
 
     Raises:
         WrongNumbersError: what was compiled cannot compute the right numbers.
     """
-    on_cpu, told = program.sharding.mesh.devices.flat[0].platform == "cpu", program.config.profile == "timeline"
-    if on_cpu or not (program.offloads or (told and hardware is not None)):
+    on_cpu = program.sharding.mesh.devices.flat[0].platform == "cpu"
+    timed = hardware is not None and hardware.platform == "cuda" and program.config.profile != "copies"
+    if on_cpu or not (program.offloads or timed):
         options, notes = step_options(program, hardware, deviceless=False)
-        return options, (*notes, *([_NOT_TOLD] if told else []))
-    done = compile_program(program, hardware, deviceless=False)
+        return options, (*notes, *_not_told(program))
+    done = compile_program(program, hardware, deviceless=False, agreed=from_first)
     if done.compiled.violations:
         raise WrongNumbersError(explain_violations(done.compiled.violations))
     return dict(done.options), done.notes
