@@ -27,7 +27,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
-        argv = ["timeline", *STEP, "--placement", "mlpwi_0=host", "-o", str(folder / "t.json")]
+        argv = ["timeline", *STEP, "--placement", "mlpwi_0=host", "--profile", "copies", "-o", str(folder / "t.json")]
         argv += ["--perfetto", str(folder / "trace.json"), "--save_hlo", str(folder / "step.hlo")]
         argv += ["--html", str(folder / "report.html")]
         assert main(argv) == 0

@@ -11,10 +11,11 @@ import forebay
 from forebay.hardware import get_hardware
 from forebay.ops.attention import cudnn
 from forebay.xla.flops import FlopCounter
-from forebay.xla.fused_attention import gradient_workspace_bytes, missing_workspace_bytes
+from forebay.xla.fused_attention import gradient_workspace_bytes, missing_workspaces
 from forebay.xla.hlo import parse_module
 from forebay.xla.memory import ADDED_WORKSPACE
 from forebay.xla.topology import compile_only_devices
+from forebay.xla.usage import usage
 
 MiB = 2**20
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -55,17 +56,20 @@ def calls(workspace: int, order: str = "0, 2", name: str = "fmhaSoftmaxBackward"
 
 
 @pytest.mark.parametrize("order", ["0, 2", "0, 1"], ids=["sequence first", "heads first"])
-def test_the_largest_of_a_programs_calls_counts(order):
+def test_each_call_has_its_own(order):
     rows = 2 * 256 * 8
-    assert missing_workspace_bytes(calls(0, order), HOPPER) == rows * (64 * 4 + 4 + 2 * 64 * 2)
+    assert missing_workspaces(calls(0, order), HOPPER) == {
+        "c0": rows // 2 * (64 * 4 + 4 + 2 * 64 * 2),
+        "c1": rows * (64 * 4 + 4 + 2 * 64 * 2),
+    }
 
 
 def test_what_the_compiler_asked_cudnn_for_is_not_added_again():
-    assert missing_workspace_bytes(calls(1024), HOPPER) == 0
+    assert missing_workspaces(calls(1024), HOPPER) == {}
 
 
 def test_the_forward_kernel_has_none():
-    assert missing_workspace_bytes(calls(0, name="fmhaSoftmax"), HOPPER) == 0
+    assert missing_workspaces(calls(0, name="fmhaSoftmax"), HOPPER) == {}
 
 
 @functools.cache
@@ -97,6 +101,8 @@ def test_a_compile_without_a_gpu_and_without_cudnn_counts_it(machine, heads, mib
     assert rows[ADDED_WORKSPACE] == mib * MiB
     assert sum(rows.values()) == step.device.total
     assert step.device.temporaries >= step.added_bytes
+    ((name, size),) = step.scratch.items()
+    assert usage(step.assignment, scratch=step.scratch)[name] == usage(step.assignment)[name] + size
 
 
 @pytest.mark.parametrize("heads", [(128, 128, 192, 128), (16, 4, 128, 128)], ids=["latent", "grouped"])

@@ -148,7 +148,9 @@ def _compiled(config: TimelineConfig, trips: dict[str, int]) -> Step:
         notes.append(f"the compiler refused the step for lack of memory: {done.compiled.refused}")
     made = dataclasses.replace(made, assumptions=tuple(dict.fromkeys(notes)))
     report = compile_json(done.compiled, program, hardware, config.memory_fraction, done.options)
-    return Step(made, program.model.name, program.plan, report, usage(done.compiled.assignment))
+    return Step(
+        made, program.model.name, program.plan, report, usage(done.compiled.assignment, scratch=done.compiled.scratch)
+    )
 
 
 def diff(argv: Sequence[str]) -> int:

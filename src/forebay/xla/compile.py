@@ -19,7 +19,7 @@ from forebay.errors import CompilerFailedError, UserError
 from forebay.xla.buffers import Assignment, read_assignment
 from forebay.xla.copies import buffer_scopes, host_copy_bytes
 from forebay.xla.exposure import exposed_bytes
-from forebay.xla.fused_attention import missing_workspace_bytes
+from forebay.xla.fused_attention import missing_workspaces
 from forebay.xla.hlo import HOST_MEMORY_SPACE, Module, parse_module
 from forebay.xla.host_arguments import mark_host
 from forebay.xla.invariants import all_violations, host_buffers
@@ -71,8 +71,13 @@ class CompiledStep:
     """The optimised, scheduled program."""
     assignment: Assignment = dataclasses.field(repr=False)
     """Where its values are in memory, and when."""
-    added_bytes: int = 0
-    """Of `device.temporaries`, what fused attention takes on a GPU and a compile without one does not see, at most."""
+    scratch: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
+    """What fused attention's kernels take on a GPU and a compile without one does not see, by instruction."""
+
+    @property
+    def added_bytes(self) -> int:
+        """Of `device.temporaries`, what is not the compiler's: the largest of `scratch`."""
+        return max(self.scratch.values(), default=0)
 
     def peak_rows(self, memory: str) -> tuple[Row, ...]:
         """The rows of `device` or `host` memory; those of the device add up to `device.total`."""
@@ -126,7 +131,8 @@ def compile_step(
     if save_hlo is not None:
         save_hlo.write_text(text)
     gpu = absent_gpu(lowered)
-    added = missing_workspace_bytes(module, compute_capability(gpu)) if gpu is not None else 0
+    scratch = missing_workspaces(module, compute_capability(gpu)) if gpu is not None else {}
+    added = max(scratch.values(), default=0)
     device = _bytes(assignment, module, 0)
     return CompiledStep(
         device=dataclasses.replace(device, temporaries=device.temporaries + added),
@@ -142,7 +148,7 @@ def compile_step(
         versions=versions(),
         module=module,
         assignment=assignment,
-        added_bytes=added,
+        scratch=scratch,
     )
 
 

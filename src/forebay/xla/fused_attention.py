@@ -35,13 +35,14 @@ def gradient_workspace_bytes(
     return summed + rows * 4 + per_head
 
 
-def missing_workspace_bytes(module: Module, capability: tuple[int, int]) -> int:
-    """The largest scratch memory of the gradient kernels in a program whose compiler did not ask for it; 0 if it did.
+def missing_workspaces(module: Module, capability: tuple[int, int]) -> dict[str, int]:
+    """Bytes of scratch memory of the gradient kernels in a program whose compiler did not ask for it, by instruction.
 
     Calls of one stream follow one another, so that they can share it.
     """
     calls = (i for body in module.computations.values() for i in body if "__cudnn$fmha" in i.rest)
-    return max((_missing(module, i, capability) for i in calls), default=0)
+    found = {i.name: _missing(module, i, capability) for i in calls}
+    return {name: size for name, size in found.items() if size}
 
 
 def _missing(module: Module, call: Instruction, capability: tuple[int, int]) -> int:

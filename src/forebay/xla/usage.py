@@ -1,16 +1,18 @@
 """Device memory over the schedule: how many bytes are in use as each instruction runs."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from forebay.xla.buffers import Allocation, Assignment
 
 
-def usage(assignment: Assignment, memory_space: int = 0) -> dict[str, int]:
+def usage(assignment: Assignment, memory_space: int = 0, scratch: Mapping[str, int] | None = None) -> dict[str, int]:
     """Bytes in use in a memory as each instruction of the schedule runs, by its name.
 
     Arguments and results count from start to end, temporaries while a value in them is live; bytes that several
     values share count once. The most of it and the gaps between buffers then are what the memory table adds up to.
-    Of what is in a loop it is one iteration.
+    Of what is in a loop it is one iteration. `scratch` is `CompiledStep.scratch`, in use while its instruction runs.
     """
     here = [a for a in assignment.allocations if a.memory_space == memory_space]
     always = sum(a.num_bytes for a in here if a.kind in ("parameter", "output"))
@@ -18,7 +20,8 @@ def usage(assignment: Assignment, memory_space: int = 0) -> dict[str, int]:
     for allocation in here:
         if allocation.kind == "temporary":
             used += _live_bytes(allocation, len(used))
-    return dict(zip(assignment.sequence, used.tolist(), strict=True))
+    found = dict(zip(assignment.sequence, used.tolist(), strict=True))
+    return found | {name: found[name] + size for name, size in (scratch or {}).items() if name in found}
 
 
 def _live_bytes(allocation: Allocation, length: int) -> np.ndarray:
