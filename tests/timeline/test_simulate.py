@@ -29,6 +29,8 @@ from programs import (
     to_host,
 )
 
+from forebay.xla.schedule import short_name
+
 approx = pytest.approx
 
 
@@ -461,3 +463,20 @@ def test_names_of_copies_are_those_of_their_tensors():
     made = timeline(step(kernel("a", 100), to_host("c", 100, scope=scope), on_host("d", 100, "c")))
     assert [e.name for e in made.exposed] == ["mlpwi_0"]
     assert metadata("") == ""
+
+
+# --- names ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op_name", "short"),
+    [
+        ("jit(step)/while/body/layer:layers/checkpoint/reduce_scatter", "checkpoint/reduce_scatter"),
+        ("jit(step)/jvp()/while", "jit(step)/jvp()"),
+        ("jit(step)/(transpose(jvp())/reduce_sum:optimizer/reduce_sum:logits/psum)", "transpose(jvp())/reduce_sum and others"),
+        ("jit(step)/a/(transpose(jvp(layer:layers))/x/dot_general:b/transpose)", "x/dot_general and others"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_a_name_is_the_end_of_where_it_comes_from(op_name, short):
+    assert short_name(op_name) == short

@@ -165,6 +165,17 @@ class _Reader:
         wrapped = self.work.wrapped(i)
         if argument := parameter_name(self.module, i):
             return argument
-        op_name = i.op_name or (wrapped.op_name if wrapped else "")
-        parts = [p for p in op_name.split("/") if p and p not in ("while", "body", "shard_map", "eval_jaxpr")]
-        return "/".join(parts[-2:]) or i.name
+        return short_name(i.op_name or (wrapped.op_name if wrapped else "")) or i.name
+
+
+def short_name(op_name: str) -> str:
+    """The end of an `op_name`, of loops and maps nothing; of one that XLA merged of several, `a/(b/c:d/e)`, the first's."""
+    merged = re.fullmatch(r"(?:.*?/)?\((.+)\)", op_name)
+    # colons are in the names of forebay's own scopes, too
+    first = (
+        re.split(r"(?<!layer)(?<!save)(?<!load)(?<!gradient)(?<!update)(?<!stack):", merged[1])[0]
+        if merged
+        else op_name
+    )
+    parts = [p for p in first.split("/") if p and p not in ("while", "body", "shard_map", "eval_jaxpr")]
+    return "/".join(parts[-2:]) + (" and others" if merged else "")
