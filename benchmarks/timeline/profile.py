@@ -64,7 +64,7 @@ def one(cell: str) -> None:
             "violations": len(compiled.violations), "compile_time_s": compiled.compile_time_s,
         }  # fmt: skip
 
-    def watched(compiled: Any, options: Any, hardware: Any, devices: int, usable: int, again: Any, **rest: Any) -> Any:
+    def watched(compiled: Any, options: Any, hardware: Any, devices: int, usable: int, again: Any, *rest: Any) -> Any:
         sides.append(side(compiled))
 
         def compile_again(options: Any) -> Any:
@@ -72,7 +72,7 @@ def one(cell: str) -> None:
             sides.append(side(second))
             return second
 
-        return profile.profiled(compiled, options, hardware, devices, usable, compile_again, **rest)
+        return profile.profiled(compiled, options, hardware, devices, usable, compile_again, *rest)
 
     planning.profiled = watched  # type: ignore[assignment]
     done = planning.compile_program(program, machine, deviceless=True)

@@ -65,7 +65,7 @@ CASES = (
         remark="Not recomputing query, key and value takes 0.36 s of arithmetic away, 2.3 % of the step. Half of that is lost "
         "again: in the offloading step's schedule more all-gathers of weights end right after they start, and 0.18 s more is "
         "spent waiting for them. The scheduler treats all kernels as equally short, so what it hides is partly chance "
-        "([profile.md](profile.md) has what it does with the timeline's times)",
+        "([profile.md](profile.md)). With the timeline's times, as forebay compiles, the two sides wait 0.96 and 0.68 s",
     ),
     Case(
         "70b-h200", "Llama 3.3 70B, 8 H200: query, key and value offloaded against full recompute", 1.069,

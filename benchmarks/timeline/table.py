@@ -57,8 +57,9 @@ def table(
     if deepseek:
         lines.append(
             "- **DeepSeek-V3 671B.** Under the published flags XLA's own rematerialisation takes most of what offloading spares; as "
-            "forebay compiles both sides +17 % are left, and more than half of what was reported stays unexplained. Its parts, "
-            "compiled in four ways, are in [deepseek.md](deepseek.md)."
+            "forebay compiles both sides +13 % are left, and most of what was reported stays unexplained at one batch. Between the "
+            "two batches of the next row it does not ([docs/deepseek.md](../../docs/deepseek.md)). Its parts, compiled in five "
+            "ways, are in [deepseek.md](deepseek.md)."
         )
     lines += ["", "## What is public, and what was assumed", ""]
     lines += [f"- **{c.title}.** Public: {c.known}. Assumed: {c.assumed}." for c in cases]
@@ -82,10 +83,10 @@ def _deepseek(rows: Sequence[dict[str, Any]]) -> list[str]:
     step = {r["cell"]: r["step_time_s"] for r in rows}
     published = ("maxtext:full", "maxtext:recipe")
     title = "DeepSeek-V3 671B, 128 GB200: offload, latency hiding and pipelining against full recompute, same batch"
-    if not {*published, "ours:full", "ours:recipe"} <= set(step):
+    if not {*published, "profiled:full", "profiled:recipe"} <= set(step):
         return [f"| {title} | +57.0 % | not run | | | | |"]
     same = step[published[0]] / step[published[1]] - 1
-    own = step["ours:full"] / step["ours:recipe"] - 1
+    own = step["profiled:full"] / step["profiled:recipe"] - 1
     sign = "right" if same > 0 else "wrong"
     return [
         f"| {title} ([parts](deepseek.md)) | +57.0 % | {_percent(same)} | {100 * same - 57:+.1f} | {_percent(own)} | {sign} | no |",

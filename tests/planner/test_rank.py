@@ -87,3 +87,20 @@ def test_what_is_learnt_of_plans_with_copies_is_not_held_against_one_without():
     (nothing,) = (c for c in candidates if c.name == "nothing on the host")
     exactly = search(fake(dataclasses.replace(PROBLEM, host_budget=0.0)), Timed(PROBLEM, 1.0), margin=0)
     assert nothing.found.placements == exactly.placements
+
+
+def test_where_everything_is_kept_what_has_a_name_alone_is_tried():
+    """A compiler that finds it slow to store what has no name."""
+    problem = tight(100)
+    compiler = Timed(problem, 1.0)
+
+    def slower_with_all(decision: Decision) -> Measured:
+        return dataclasses.replace(compiler(decision), step_s=1.0 + sum("*" in p.tensors for p in decision.placements))
+
+    found = search(fake(problem), slower_with_all, margin=0)
+    assert all(p.tensors == {"*": "device"} for p in found.placements), "all fits"
+    candidates = rank(found, fake(problem), slower_with_all, variants=2, max_compiles=5, time_limit_s=5, margin=0)
+    assert candidates[0].name == "what has a name alone"
+    (stack,) = problem.stacks
+    assert [p.tensors for p in candidates[0].found.placements] == [dict.fromkeys(stack.names, "device")]
+    assert candidates[0].found.predicted.step_s >= found.predicted.step_s

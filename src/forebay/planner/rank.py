@@ -2,18 +2,24 @@
 
 The account that plans are made under knows a layer's work and a layer's copies; the compiled program says what
 the scheduler made of them. Where the two disagree, it is about what is hidden: so the candidates are the plan
-itself, the best plan that moves nothing to the host, and the best under links of half the rate.
+itself, the best plan that moves nothing to the host, and the best under links of half the rate. Nor does the account know what
+it takes to store a value that would otherwise stay inside a fused kernel: where the plan keeps everything in some layers,
+there is a candidate that keeps there what has a name.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from forebay.planner.build import Costed
-from forebay.planner.search import FAILURES, MARGIN, Compile, Found, choose, decision_of
+from forebay.planner.placement import EVERYTHING, Placement
+from forebay.planner.problem import Problem
+from forebay.planner.search import FAILURES, MARGIN, Compile, Decision, Found, choose, decision_of
 from forebay.units import format_seconds
 
 WORTH = 1.10
 """A candidate that the account has more than this much slower than the plan is not compiled."""
+
+_NAMED = "what has a name alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +63,24 @@ def rank(
             "h2d_bytes_per_s": problem.h2d_bytes_per_s / 2,
         },
     }
+
+    def decisions() -> Iterator[tuple[str, Decision]]:
+        yield _NAMED, dataclasses.replace(found.decision, placements=_with_names(found.placements, problem))
+        for name, changes in others.items():
+            changed = dataclasses.replace(problem, **changes)
+            choice = choose(costed, changed, variants=variants, time_limit_s=time_limit_s)
+            if choice is not None:
+                yield name, decision_of(choice)
+
     candidates, seen = [Candidate("the planner's own", found)], {found.decision}
     compiles = found.compiles
-    for name, changes in others.items():
-        choice = choose(costed, dataclasses.replace(problem, **changes), variants=variants, time_limit_s=time_limit_s)
-        if choice is None or compiles >= max_compiles:
-            continue
-        decision, placements = decision_of(choice), choice[0]
-        if decision in seen:
+    for name, decision in decisions():
+        placements = decision.placements
+        if decision in seen or compiles >= max_compiles:
             continue
         placed = dataclasses.replace(problem, state_host_fraction=decision.state_host_fraction)
         predicted, _ = costed.predict(placements, placed)
-        if predicted.step_s > WORTH * found.predicted.step_s:
+        if name != _NAMED and predicted.step_s > WORTH * found.predicted.step_s:
             continue
         seen.add(decision)
         progress(f"compiling a candidate: {name}, {format_seconds(predicted.step_s)} a step")
@@ -99,3 +111,12 @@ def rank(
         dataclasses.replace(c, found=dataclasses.replace(c.found, compiles=compiles)) for c in candidates
     ]  # fmt: skip
     return sorted(candidates, key=lambda c: c.step_s)
+
+
+def _with_names(placements: tuple[Placement, ...], problem: Problem) -> tuple[Placement, ...]:
+    """The placements, with all tensors that have a name on the device where everything was."""
+    names = {s.stack: s.names for s in problem.stacks}
+    return tuple(
+        dataclasses.replace(p, tensors=dict.fromkeys(names[p.stack], "device")) if EVERYTHING in p.tensors else p
+        for p in placements
+    )
