@@ -87,11 +87,14 @@ def test_an_asynchronous_product_counts_at_its_start():
 
 
 @pytest.mark.parametrize(("mask", "share"), [("NO_MASK", 1), ("CAUSAL", 0.5)])
-@pytest.mark.parametrize(("target", "of_keys", "of_values"), [("fmhaSoftmax", 1, 1), ("fmhaSoftmaxBackward", 3, 2)])
-def test_cudnn_attention(mask, share, target, of_keys, of_values):
+@pytest.mark.parametrize(
+    ("target", "dtype", "of_keys", "of_values"),
+    [("fmhaSoftmax", "bf16", 1, 1), ("fmhaSoftmaxBackward", "bf16", 3, 2), ("fmhaSoftmaxF8", "f8e4m3fn", 1, 1)],
+)
+def test_cudnn_attention(mask, share, target, dtype, of_keys, of_values):
     batch, length, heads, dim, value_dim, key_length = 2, 64, 4, 24, 16, 128
-    query, key = f"bf16[{batch},{length},{heads},{dim}]", f"bf16[{batch},{key_length},2,{dim}]"
-    value = f"bf16[{batch},{key_length},2,{value_dim}]"
+    query, key = f"{dtype}[{batch},{length},{heads},{dim}]", f"{dtype}[{batch},{key_length},2,{dim}]"
+    value = f"{dtype}[{batch},{key_length},2,{value_dim}]"
     call = (
         f'%c = ({query}, u8[0]{{0}}) custom-call(%q, %k, %v), custom_call_target="__cudnn${target}", backend_config='
         f'{{"cudnn_fmha_backend_config":{{"mask_type":"{mask}","bmm1_dot_dimension_numbers":{{"lhs_contracting_dimensions":'

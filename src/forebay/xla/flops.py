@@ -14,8 +14,6 @@ from forebay.xla.fused_attention import heads_dimension
 from forebay.xla.hlo import Array, Instruction, Module, arrays_of
 
 _CALLS = ("calls", "to_apply", "called_computations", "true_computation", "false_computation")
-_FLOATS = ("bf16", "f16", "f32")
-
 # Products of length x length x head size that fused attention makes, of the keys' size and of the values': forward
 # Q K^T and P V; backward Q K^T again, dS K and dS^T Q, dO V^T and P^T dO (arXiv:2205.14135, appendix B).
 _CUDNN_PRODUCTS = {False: (1, 1), True: (3, 2)}
@@ -128,7 +126,7 @@ class FlopCounter:
 
         They are (heads, length, head size), or that and a batch in the order that the call's configuration gives.
         """
-        found = [a.dims for a in self._operand_arrays(instruction) if len(a.dims) > 2 and a.dtype in _FLOATS]
+        found = [a.dims for a in self._operand_arrays(instruction) if len(a.dims) > 2 and a.dtype[0] in "bf"]
         query, key, value = found[:3]
         length = 3 - heads_dimension(instruction) if len(query) == 4 else 1
         sizes = products[0] * query[-1] + products[1] * value[-1]
