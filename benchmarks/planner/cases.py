@@ -1,4 +1,5 @@
-"""What the compiler says of many plans: device and host bytes of Llama at full size, on machines that are not there.
+"""What the compiler says of many plans: device and host bytes of Llama at full size, on machines that are not there,
+and for GPUs the step time of what was compiled by its timeline.
 
     .venv/bin/python benchmarks/planner/cases.py [--only gb200]
 
@@ -12,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -72,16 +74,22 @@ def key(case: dict) -> str:
 
 
 def compile_case(case: dict) -> dict:
-    command = [
-        str(Path(sys.executable).parent / "forebay"), "compile", "--model", case["model"], "--hardware", case["machine"],
-        "--devices", str(case["devices"]), "--batch", str(case["batch"]), "--seq", str(SEQ),
-        "--placement", case["placement"], "--json",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-    if not done.stdout:
-        raise SystemExit(f"{key(case)}: {done.stderr.strip()[-500:]}")
+    from forebay.timeline import timeline
+
+    with tempfile.TemporaryDirectory() as folder:
+        hlo = Path(folder) / "step.hlo"
+        command = [
+            str(Path(sys.executable).parent / "forebay"), "compile", "--model", case["model"], "--hardware", case["machine"],
+            "--devices", str(case["devices"]), "--batch", str(case["batch"]), "--seq", str(SEQ),
+            "--placement", case["placement"], "--json", "--save_hlo", str(hlo),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+        if not done.stdout:
+            raise SystemExit(f"{key(case)}: {done.stderr.strip()[-500:]}")
+        step_s = timeline(hlo, case["machine"]).step_time_s if hlo.exists() and case["machine"][0] != "v" else None
     report = json.loads(done.stdout)
     return case | {
+        "step_s": step_s, "remat_clones": report["remat_clones"],
         "device_bytes": report["device_bytes"]["total"], "host_bytes": report["host_bytes"]["total"],
         "compile_time_s": report["compile_time_s"], "fits": report["fits"], "refused": report["refused"] is not None,
         "versions": report["versions"],

@@ -4,6 +4,7 @@
 
 - Memory: the estimate made before any compile against the compiler's device bytes, for every case of
   `cases.json` (made by `cases.py`, which takes an hour or two).
+- Seconds: the account's step time against that of the compiled step's timeline, for the GPU cases that fit.
 - Quality: for the machine, model and batch of every case, the planned step time under the cost model
   against that of the fastest preset that fits.
 - Ranges: what cutting the layers into one, two or three ranges gives.
@@ -14,6 +15,7 @@ Results go to `results.md` and `results.json` beside this file.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -41,6 +43,8 @@ from forebay.xla.topology import compile_only_devices
 
 HERE = Path(__file__).parent
 GIB = 2**30
+CLOSE = 0.02
+"""Steps whose times differ by less are taken to be as fast."""
 PLAN = ("--model", "llama3.1-405b", "--hardware", "gb200", "--devices", "128", "--mesh", "fsdp=128", "--batch", "128",
         "--seq", "8192", "--json")  # fmt: skip
 
@@ -65,6 +69,7 @@ def memory(cases: list[dict], cache: dict) -> list[dict]:
         rows.append(case | {
             "estimate": predicted.device_bytes, "error": predicted.device_bytes / case["device_bytes"] - 1,
             "host_error": predicted.host_bytes - case["host_bytes"], "usable": costed.problem.device_budget,
+            "account_s": predicted.step_s,
         })  # fmt: skip
     return rows
 
@@ -126,6 +131,32 @@ def memory_line(r: dict) -> str:
     )
 
 
+def seconds(rows: list[dict]) -> list[str]:
+    """The account's step times beside those of the compiled steps."""
+    timed = [r for r in rows if r.get("step_s") is not None and r["fits"]]
+    off = [r["account_s"] / r["step_s"] - 1 for r in timed]
+    errors = sorted(map(abs, off))
+    same = [
+        (a, b) for a, b in itertools.combinations(timed, 2)
+        if all(a[k] == b[k] for k in ("machine", "model", "batch")) and abs(a["step_s"] / b["step_s"] - 1) > CLOSE
+    ]  # fmt: skip
+    agreed = sum((a["step_s"] < b["step_s"]) == (a["account_s"] < b["account_s"]) for a, b in same)
+    return [
+        "", "## Seconds: the account, against the timeline of the compiled step", "",
+        f"{len(timed)} GPU cases that fit. Error: median {100 * statistics.median(off):+.1f} %; without its sign "
+        f"{100 * statistics.median(errors):.1f} %, 90th percentile {100 * errors[int(0.9 * len(errors))]:.1f} %, worst "
+        f"{100 * errors[-1]:.1f} %. Of {len(same)} pairs of one machine, model and batch whose timelines differ by more than "
+        f"{100 * CLOSE:.0f} %, the account orders {agreed} as the timelines do.", "",
+        "| machine | model | devices | batch | placement | account s | timeline s | difference | clones |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(
+            f"| {r['machine']} | {r['model']} | {r['devices']} | {r['batch']} | `{r['placement']}` | {r['account_s']:.3f} | "
+            f"{r['step_s']:.3f} | {100 * (r['account_s'] / r['step_s'] - 1):+.1f} % | {r['remat_clones']} |"
+            for r in timed
+        ),
+    ]  # fmt: skip
+
+
 def report(rows: list[dict], compared: list[dict], by_ranges: list[dict], whole: dict | None) -> list[str]:
     # a TPU compiler refuses what does not fit; what it then says of sizes is not of a program
     refused = [r for r in rows if r["machine"] in ("v5p", "v6e") and not r["fits"]]
@@ -146,7 +177,7 @@ def report(rows: list[dict], compared: list[dict], by_ranges: list[dict], whole:
         f"compile are not those of a program, so they are not counted above; the planner too says that none of them fits: "
         f"{all(r['estimate'] > r['usable'] for r in refused)}.", "",
         "| machine | model | devices | batch | placement | estimate GiB | compiler GiB | error |", "|---|---|---|---|---|---|---|---|",
-        *map(memory_line, refused), "",
+        *map(memory_line, refused), *seconds(rows), "",
         "## Quality: step time under the cost model, against the fastest preset that fits", "",
         "| machine | model | devices | batch | plan s | best preset | preset s | plan / preset | solver s | gap |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -186,8 +217,25 @@ def main() -> None:
     whole = None if arguments.no_plan else end_to_end()
     lines = report(rows, compared, by_ranges, whole)
     (HERE / "results.md").write_text("\n".join(lines))
-    keep = ("machine", "model", "devices", "batch", "placement", "device_bytes", "estimate", "error", "fits")
-    data = {"memory": [{k: r[k] for k in keep} for r in rows], "quality": compared, "ranges": by_ranges, "plan": whole}
+    keep = (
+        "machine",
+        "model",
+        "devices",
+        "batch",
+        "placement",
+        "device_bytes",
+        "estimate",
+        "error",
+        "fits",
+        "account_s",
+        "step_s",
+    )
+    data = {
+        "memory": [{k: r.get(k) for k in keep} for r in rows],
+        "quality": compared,
+        "ranges": by_ranges,
+        "plan": whole,
+    }
     (HERE / "results.json").write_text(json.dumps(data, indent=1) + "\n")
     print("\n".join(lines))
     worse = [r for r in compared if r["preset_s"] and (r["plan_s"] is None or r["plan_s"] > r["preset_s"] * (1 + 1e-6))]

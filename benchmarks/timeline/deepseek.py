@@ -25,18 +25,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ways import compiled
+
 HERE = Path(__file__).parent
 DEVICES, MESH, SEQ, PER_DEVICE = 128, "fsdp=16,expert=8", 4096, 2
 SAVED = ("mla_q", "kv_wa_proj", "mla_kv", "context", "out_proj", "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1")
 PLACEMENTS = {
     "full": "full",
     "recipe": ",".join(f"{n}={'host' if n.startswith('moe_mlpwi') else 'device'}" for n in SAVED),
-}
-LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
-FLAGS: dict[str, dict[str, Any]] = {
-    "off": {LATENCY_HIDING: False},
-    "stock": {},
-    "maxtext": {LATENCY_HIDING: True, "xla_gpu_enable_pipelined_host_offloading": True},
 }
 CELLS = ("off:full", "stock:full", "stock:recipe", "maxtext:full", "maxtext:recipe", "ours:full", "ours:recipe",
          "profiled:full", "profiled:recipe")  # fmt: skip
@@ -61,41 +57,21 @@ def one(way: str, policy: str) -> None:
     """Compiles and simulates one cell in this process and prints its row as JSON."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    import jax
-
     from forebay.hardware import get_hardware
-    from forebay.offload.policy import apply
-    from forebay.train import program as programs
     from forebay.train.config import ProgramConfig
-    from forebay.train.planning import compile_program
-    from forebay.xla.compile import compile_step
-    from forebay.xla.options import compiler_options
+    from forebay.train.program import make_program
     from forebay.xla.topology import compile_only_devices
 
-    def stock_scan(block: Any, plan: Any, x: Any, layers: Any, *constants: Any, stack: str) -> Any:
-        checkpointed = apply(block, plan.for_stack(stack)[0])
-        return jax.lax.scan(lambda x, layer: (checkpointed(layer, x, *constants), None), x, layers)[0]
-
-    if way in FLAGS:
-        programs.scan_layers = stock_scan  # type: ignore[assignment]
     machine = get_hardware("gb200")
     config = ProgramConfig(
         model="deepseek-v3", mesh=MESH, batch=PER_DEVICE * DEVICES, seq=SEQ, placement=PLACEMENTS[policy],
         profile="timeline" if way == "profiled" else "copies",
     )  # fmt: skip
-    program = programs.make_program(config, compile_only_devices(machine, DEVICES))
-    notes: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         hlo = Path(folder) / "step.hlo"
-        if way in FLAGS:
-            # what a compile without a device needs in any case
-            needed = compiler_options("cuda", deviceless=True, offloads=False)
-            needed.pop(LATENCY_HIDING)
-            step, args = program.jit_step(), (program.abstract_state, program.abstract_batch)
-            done = compile_step(step, args, options=needed | FLAGS[way], save_hlo=hlo)
-        else:
-            made = compile_program(program, machine, deviceless=True, save_hlo=hlo)
-            done, notes = made.compiled, list(made.notes)
+        program, done, notes = compiled(
+            way, lambda: make_program(config, compile_only_devices(machine, DEVICES)), machine, hlo
+        )
         if folder := os.environ.get("KEEP_HLO"):
             Path(folder, f"deepseek-{way}-{policy}.hlo").write_text(hlo.read_text())
         row = simulated(hlo, program.flops_per_step / DEVICES)

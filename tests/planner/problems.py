@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 
 from forebay.planner.placement import EVERYTHING, Placement
-from forebay.planner.problem import LayerProblem, Op, Problem, evaluate
+from forebay.planner.problem import Keep, LayerProblem, Op, Problem, evaluate
 
 
 def random_stack(generator: random.Random, *, names: int, layers: int, stack: str = "layers") -> LayerProblem:
@@ -34,7 +34,17 @@ def random_stack(generator: random.Random, *, names: int, layers: int, stack: st
         working_bytes=generator.randint(0, 4) * 2**30,
         gradient_bytes=generator.randint(0, 4) * 2**30,
         outside_gradient_bytes=generator.randint(0, 2) * 2**30,
+        on_device=random_keeping(generator, count + 1),
+        on_host=random_keeping(generator, count + 1),
     )
+
+
+def random_keeping(generator: random.Random, values: int) -> dict[int, Keep]:
+    """What storing and reading back takes, from nothing for any value to more than what computing some again does."""
+    if generator.random() < 0.3:
+        return {}
+    seconds = [0.0, 0.5, 1.5, 4.0]
+    return {v: Keep(generator.choice(seconds), generator.choice(seconds)) for v in range(values)}
 
 
 def random_problem(generator: random.Random, stacks: tuple[LayerProblem, ...]) -> Problem:

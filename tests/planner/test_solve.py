@@ -12,7 +12,7 @@ from problems import best_by_trying, every_plan, random_problem, random_stack
 
 from forebay.errors import UserError
 from forebay.planner.placement import Placement, Where
-from forebay.planner.problem import LayerProblem, Op, Problem, evaluate, layer_cost
+from forebay.planner.problem import Keep, LayerProblem, Op, Problem, evaluate, layer_cost
 from forebay.planner.simplify import simplify
 from forebay.planner.solve import solve
 
@@ -101,6 +101,23 @@ def test_what_a_choice_costs_by_hand():
     assert slow.step_s == pytest.approx(4 * (12 + 20))
 
 
+def test_storing_and_reading_back_take_their_time_in_either_pass():
+    stack = dataclasses.replace(chain(), on_device={2: Keep(6.0, 1.0)}, on_host={2: Keep(0.5, 0.25)})
+    p = problem(stack)
+    # b kept: 4 * (10 + 6 + 20 + 1 + 3 for a); on the host 4 * (10.5 + 20.25 + 3)
+    assert evaluate(p, [Placement("layers", (0, 4), {"b": "device"})]).step_s == 160.0
+    assert evaluate(p, [Placement("layers", (0, 4), {"b": "host"})]).step_s == 135.0
+    # with 7 s for 5 s of recomputing, b is kept nowhere but on the host, and not at all where there is none
+    assert [dict(x.tensors) for x in at_best(p)] == [{"a": "device", "b": "host"}]
+    assert [dict(x.tensors) for x in at_best(dataclasses.replace(p, host_budget=0.0))] == [{"a": "device"}]
+
+
+def at_best(p: Problem) -> tuple[Placement, ...]:
+    found = solve(p)
+    assert found is not None
+    return found.placements
+
+
 def test_a_layer_of_what_each_range_moves_stays_until_its_backward_pass():
     p = problem(chain(8), loss_bytes=16 * GIB)
     moved: Mapping[str, Where] = {"a": "host", "b": "host"}  # 2 GiB a layer
@@ -131,8 +148,8 @@ def test_memory_is_counted_at_every_point_of_the_backward_pass():
 def test_with_room_nothing_is_recomputed_or_moved():
     for seed in range(20):
         generator = random.Random(seed)
-        p = random_problem(generator, (random_stack(generator, names=4, layers=5),))
-        found = solve(dataclasses.replace(p, device_budget=1e6 * GIB))
+        stack = dataclasses.replace(random_stack(generator, names=4, layers=5), on_device={}, on_host={})
+        found = solve(dataclasses.replace(random_problem(generator, (stack,)), device_budget=1e6 * GIB))
         assert found is not None
         assert (found.predicted.recompute_s, found.predicted.host_bytes) == (0.0, 0.0)
 
@@ -151,7 +168,7 @@ def test_over_an_infinite_link_nothing_is_recomputed_that_may_be_moved():
         generator = random.Random(seed)
         stack = random_stack(generator, names=4, layers=5)
         named = tuple(v for values in stack.names.values() for v in values)
-        stack = dataclasses.replace(stack, needed=named, working_bytes=0)
+        stack = dataclasses.replace(stack, needed=named, working_bytes=0, on_device={}, on_host={})
         p = random_problem(generator, (stack,))
         room = p.fixed_bytes + p.loss_bytes + stack.gradient_bytes + stack.outside_gradient_bytes
         p = dataclasses.replace(

@@ -16,7 +16,7 @@ import numpy as np
 from jax._src import source_info_util
 
 from forebay.errors import UserError
-from forebay.graph.costs import Analysis, Cost, analyse
+from forebay.graph.costs import Analysis, Cost, analyse, roots
 from forebay.graph.flat import FREE
 from forebay.graph.partition import Spec, whole
 from forebay.graph.residuals import vjp_by
@@ -34,6 +34,7 @@ class BlockGraph:
         backward: costs of the backward pass, given all residuals.
         forward_ops: positions of the operations that the results need.
         needed: values that the backward pass needs and that are neither weights nor constants as they came.
+        residuals: for each input of the backward pass that is a residual, the value that it is; None for a literal.
         named: for each checkpoint name, the values that carry it.
         carry, given: inputs that come from the layer before, and those that are there anyway.
         axis_sizes: the mesh.
@@ -45,6 +46,7 @@ class BlockGraph:
     backward: Analysis
     forward_ops: tuple[int, ...]
     needed: tuple[int, ...]
+    residuals: tuple[int | None, ...]
     named: Mapping[str, tuple[int, ...]]
     carry: tuple[int, ...]
     given: frozenset[int]
@@ -79,6 +81,14 @@ class BlockGraph:
     def input_names(self) -> tuple[str, ...]:
         """Names given to the carry itself."""
         return tuple(n for n, values in self.named.items() if all(self._is_carry(v) for v in values))
+
+    @functools.cached_property
+    def weight_gradient_ops(self) -> tuple[int, ...]:
+        """Positions of the backward operations that only the gradients of the layer's weights need."""
+        flat = self.backward.flat
+        others = [o for o, k in zip(flat.outputs, self.differentiated, strict=True) if self.stack.roles[k] != "layer"]
+        needed = set(_slice(self.backward, others))
+        return tuple(i for i in range(len(flat.ops)) if i not in needed)
 
     def _is_carry(self, value: int) -> bool:
         while value in self._producers:
@@ -122,9 +132,9 @@ def block_graph(
 
     jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(*stack.avals)
     weights = stack.positions("layer")
-    analysis = analyse(jaxpr, list(inputs), axis_sizes, weights=weights)
-    flat = analysis.flat
     count = len(shapes[0])
+    analysis = analyse(jaxpr, list(inputs), axis_sizes, weights=weights, results=count)
+    flat = analysis.flat
     residuals = flat.outputs[count:]
     needed_specs = [analysis.specs[r] if r is not None else whole(0) for r in residuals]
 
@@ -142,8 +152,10 @@ def block_graph(
     ]
     scattered = {tuple(sorted(stack.avals[k].shape)) for k in weights}
     weight_leaves = [k for k, r in enumerate(residuals) if r in analysis.from_weights]
+    root = roots(flat)
+    fused = [k for k, r in enumerate(residuals) if r is not None and root.get(r, r) not in analysis.written]
     backward_analysis = analyse(
-        back, needed_specs + result_specs, axis_sizes, weights=weight_leaves, scattered=scattered
+        back, needed_specs + result_specs, axis_sizes, weights=weight_leaves, scattered=scattered, fused=fused
     )
 
     roles = {flat.inputs[k]: role for k, role in enumerate(stack.roles)}
@@ -169,6 +181,7 @@ def block_graph(
         backward=backward_analysis,
         forward_ops=tuple(_slice(analysis, flat.outputs[:count])),
         needed=tuple(dict.fromkeys(r for r in residuals if r is not None and r not in given)),
+        residuals=tuple(residuals),
         named=named,
         carry=tuple(v for v, role in roles.items() if role == "carry"),
         given=frozenset(given),

@@ -10,6 +10,7 @@ all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce").
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ _WRITTEN_IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, 
 """The position of the part that is written."""
 _SCRATCH_OF = (9, 0)
 """The GPU whose fused attention is meant; Ampere's takes more, which a compile tells."""
+VIEWS = (*FREE, "reshape")
+"""Operations whose result is the same bytes."""
 _UNFUSED = ("sort", "gather", "scatter", "scatter-add", "scatter_add", "cumsum", "dynamic_update_slice", "top_k")
 
 
@@ -71,6 +74,8 @@ class Analysis:
     num_bytes: tuple[int, ...]
     costs: tuple[Cost, ...]
     materialised: frozenset[int]
+    written: frozenset[int]
+    """Of these the ones that `costs` takes to be written: without results that nothing reads before the backward pass."""
     from_weights: frozenset[int]
     """Weights, and what converting, naming or reshaping makes of them."""
 
@@ -83,6 +88,8 @@ def analyse(
     weights: Collection[int] = (),
     scattered: Collection[tuple[int, ...]] = (),
     local: bool = False,
+    results: int | None = None,
+    fused: Collection[int] = (),
 ) -> Analysis:
     """Specifications, bytes and costs of a jaxpr.
 
@@ -94,16 +101,25 @@ def analyse(
         scattered: shapes, sorted, whose partial sums are scattered rather than summed everywhere:
             those of the weights, where the program makes gradients.
         local: whether the jaxpr is of one device (inside a `shard_map`).
+        results: how many outputs are written for what they are; the others are residuals, which cost nothing where
+            they are not kept (`forebay.graph.kept` has what keeping them takes). None is all.
+        fused: positions of inputs that are computed inside of what reads them, where that can be fused.
     """
     flat = flatten(jaxpr, local=local)
     from_weights = _derived(flat, {flat.inputs[k] for k in weights})
     specs = partition(flat, inputs, axis_sizes, from_weights)
     shapes = [local_shape(v, s, axis_sizes) for v, s in zip(flat.values, specs, strict=True)]
     num_bytes = tuple(math.prod(s) * getattr(v.dtype, "itemsize", 8) for s, v in zip(shapes, flat.values, strict=True))
-    written = materialised(flat)
+    apart = {flat.inputs[k] for k in fused} | (
+        {*flat.outputs[results:]} - {*flat.outputs[:results]} if results else set()
+    )
+    written = materialised(flat, apart)
     parts = frozenset(tuple(sorted(shapes[flat.inputs[k]])) for k in weights)
-    view = _View(flat, specs, shapes, num_bytes, axis_sizes, from_weights, frozenset(scattered), parts, written)
-    return Analysis(flat, tuple(specs), num_bytes, tuple(_cost(op, view) for op in flat.ops), written, from_weights)
+    view = _View(
+        flat, specs, shapes, num_bytes, axis_sizes, from_weights, frozenset(scattered), parts, written, roots(flat)
+    )
+    costs = _summed_once(view, [_cost(op, view) for op in flat.ops])
+    return Analysis(flat, tuple(specs), num_bytes, costs, materialised(flat), written, from_weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,30 +134,36 @@ class _View:
     parts: frozenset[tuple[int, ...]]
     """The shapes, sorted, that weights have on one device."""
     materialised: frozenset[int]
+    root: Mapping[int, int]
 
     def size(self, axes: Collection[str]) -> int:
         return math.prod(self.axis_sizes.get(a, 1) for a in axes)
 
 
-def materialised(flat: Flat) -> frozenset[int]:
-    """The values that are written to memory: arguments, results, and what an operation that cannot be
-    fused makes or needs. A view of such a value (a name, a reshape) is not another one."""
-    kept = {*flat.inputs, *(o for o in flat.outputs if o is not None)}
+def materialised(flat: Flat, apart: Collection[int | None] = ()) -> frozenset[int]:
+    """The values that are written to memory: arguments and results but for those `apart`, and what an operation that
+    cannot be fused makes or needs. A view of such a value (a name, a reshape) is not another one."""
+    kept = {v for v in (*flat.inputs, *flat.outputs) if v is not None and v not in apart}
     for op in flat.ops:
         if not fusible(op):
             kept.update(op.outputs)
             kept.update(i for i in op.inputs if i is not None)
         elif op.primitive.startswith(("reduce", "arg")):
             kept.update(op.outputs)
-    aliases = {op.outputs[0]: op.inputs[0] for op in flat.ops if op.primitive in (*FREE, "reshape") and op.inputs}
-    for value, source in aliases.items():
-        if value in kept and source is not None:
-            root = source
-            while (before := aliases.get(root)) is not None:
-                root = before
+    for value, root in roots(flat).items():
+        if value in kept:
             kept.add(root)
             kept.discard(value)
     return frozenset(kept)
+
+
+def roots(flat: Flat) -> dict[int, int]:
+    """For each view of another value (a name, a reshape), the value that it is a view of."""
+    found: dict[int, int] = {}
+    for op in flat.ops:
+        if op.primitive in VIEWS and op.inputs and op.inputs[0] is not None:
+            found[op.outputs[0]] = found.get(op.inputs[0], op.inputs[0])
+    return found
 
 
 def fusible(op: Op) -> bool:
@@ -174,7 +196,8 @@ def _cost(op: Op, view: _View) -> Cost:
     if name in FREE:
         return Cost()
     traffic = sum(view.num_bytes[o] for o in op.outputs if o in view.materialised)
-    traffic += sum(view.num_bytes[i] for i in {*op.inputs} if i is not None and i in view.materialised)
+    read = {view.root.get(i, i) for i in op.inputs if i is not None}
+    traffic += sum(view.num_bytes[i] for i in read if i in view.materialised)
     elements = max((math.prod(view.shapes[o]) for o in op.outputs), default=0)
     if name == "dot_general":
         return _dot(op, view)
@@ -318,6 +341,35 @@ def _loop(op: Op, view: _View, traffic: float) -> Cost:
         return Cost("attention", matmul, traffic, collectives, kernels=_kernels(inner, times))
     kind: Kind = "matmul" if matmul > 0 else "other"
     return Cost(kind, matmul if matmul else total.flops * times, total.hbm_bytes * times, collectives)
+
+
+def _summed_once(view: _View, costs: list[Cost]) -> tuple[Cost, ...]:
+    """The costs, with one all-reduce for partial sums that are only added up: XLA reduces their sum (its pass
+    all-reduce-reassociate)."""
+    flat = view.flat
+    uses = Counter(
+        view.root.get(v, v) for op in flat.ops if op.primitive not in VIEWS for v in op.inputs if v is not None
+    )
+    uses.update(view.root.get(v, v) for v in flat.outputs if v is not None)
+    partial: dict[int, int] = {}
+    """For a sum over devices, the operation whose all-reduce makes it whole."""
+    for i, op in enumerate(flat.ops):
+        if op.primitive == "dot_general" and any(c.kind == "all_reduce" for c in costs[i].collectives):
+            partial[op.outputs[0]] = i
+        elif op.primitive in ("add", "add_any"):
+            summed = [view.root.get(v, v) if v is not None else None for v in op.inputs]
+            makers = [partial.get(v) if v is not None and uses[v] == 1 else None for v in summed]
+            first, second = makers if len(makers) == 2 else (None, None)
+            if first is None or second is None or _reduced(costs[first]) != _reduced(costs[second]):
+                continue
+            others = tuple(c for c in costs[first].collectives if c.kind != "all_reduce")
+            costs[first] = dataclasses.replace(costs[first], collectives=others)
+            partial[op.outputs[0]] = second
+    return tuple(costs)
+
+
+def _reduced(cost: Cost) -> list[tuple[float, tuple[str, ...]]]:
+    return [(c.num_bytes, c.axes) for c in cost.collectives if c.kind == "all_reduce"]
 
 
 def _given(number: int | None, view: _View) -> Spec:

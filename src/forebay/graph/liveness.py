@@ -1,10 +1,8 @@
 """How much memory a flat program needs at once, were it run in its own order."""
 
-from forebay.graph.costs import Analysis, analyse, is_collective
-from forebay.graph.flat import FREE, Scan, jaxpr_of
+from forebay.graph.costs import Analysis, analyse, is_collective, roots
+from forebay.graph.flat import Scan, jaxpr_of
 from forebay.graph.partition import whole
-
-_VIEWS = (*FREE, "reshape")
 
 
 def peak_bytes(analysis: Analysis, *, prefetch: bool = True) -> int:
@@ -15,10 +13,7 @@ def peak_bytes(analysis: Analysis, *, prefetch: bool = True) -> int:
     and as long as a later operation uses the same value.
     """
     flat = analysis.flat
-    root: dict[int, int] = {}
-    for op in flat.ops:
-        if op.primitive in _VIEWS and op.inputs and op.inputs[0] is not None:
-            root[op.outputs[0]] = root.get(op.inputs[0], op.inputs[0])
+    root = roots(flat)
     given = set(flat.inputs)
     last: dict[int, int] = {}
     source: dict[int, set[int]] = {}

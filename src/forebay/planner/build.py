@@ -5,13 +5,14 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from forebay.graph.block import BlockGraph, forward_costs
+from forebay.graph.kept import Moved, keeping
 from forebay.graph.liveness import peak_bytes
 from forebay.graph.loss import LossGraph, gradients_before
 from forebay.graph.working import working_bytes
 from forebay.hardware import Hardware
 from forebay.offload.stream import SLICE_BYTES
 from forebay.planner.placement import ALWAYS_KEPT, EVERYTHING, Placement
-from forebay.planner.problem import LayerProblem, Op, Predicted, Problem, evaluate
+from forebay.planner.problem import Keep, LayerProblem, Op, Predicted, Problem, evaluate
 from forebay.planner.rates import Rates
 from forebay.planner.simplify import simplify
 
@@ -159,6 +160,7 @@ def _with_hosted(stack: LayerProblem, num_bytes: int) -> LayerProblem:
 
 def _layer_problem(graph: LossGraph, block: BlockGraph, rates: Rates, platform: str) -> LayerProblem:
     forward, backward = forward_costs(block), block.backward.costs
+    kept = keeping(block, platform)
     return LayerProblem(
         stack=block.stack.name,
         layers=block.stack.layers,
@@ -169,7 +171,7 @@ def _layer_problem(graph: LossGraph, block: BlockGraph, rates: Rates, platform: 
         carry=frozenset(block.carry).union(*(block.named.get(n, ()) for n in ALWAYS_KEPT)),
         inputs=block.input_names,
         forward_s=rates.total_s(forward, weights=False),
-        backward_s=rates.total_s(backward, weights=False, backward=True),
+        backward_s=rates.total_s(backward, weights=False, backward=True) - _beside_s(block, rates),
         forward_weights_s=rates.total_s(forward, weights=True),
         backward_weights_s=rates.total_s(backward, weights=True),
         working_bytes=_working_bytes(_Same(block), frozenset()),
@@ -178,7 +180,30 @@ def _layer_problem(graph: LossGraph, block: BlockGraph, rates: Rates, platform: 
         gradient_bytes=graph.layer_bytes[block.stack.name],
         most_ranges=1 if block.stack.reverse else None,  # `forebay.apply` runs a reverse scan as one
         outside_gradient_bytes=gradients_before(graph.outside, block.stack.name),
+        on_device=_seconds([k.device for k in kept], rates),
+        on_host=_seconds([k.host for k in kept], rates),
     )
+
+
+def _seconds(moved: Sequence[Moved], rates: Rates) -> dict[int, Keep]:
+    rate = rates.reached.hbm_bytes_per_s
+    return {v: Keep(m.forward / rate, m.backward / rate) for v, m in enumerate(moved) if m.forward or m.backward}
+
+
+def _beside_s(block: BlockGraph, rates: Rates) -> float:
+    """Seconds of exchanges of activations in the backward pass that run beside arithmetic: the gradients of the weights wait for no
+    exchange of the way back to the layer before, nor does it for them."""
+    aside = set(block.weight_gradient_ops)
+    costs = block.backward.costs
+    gradients = rates.total_s((costs[i] for i in aside), weights=False, backward=True)
+    exchanges = sum(
+        rates.collective_s(c)
+        for i, cost in enumerate(costs)
+        if i not in aside
+        for c in cost.collectives
+        if not c.of_weight
+    )
+    return min(gradients, exchanges)
 
 
 def _is_used(block: BlockGraph, value: int) -> bool:

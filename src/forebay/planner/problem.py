@@ -10,8 +10,8 @@ The rules, for a range of n layers under one placement:
 - The backward pass needs certain values. One that is kept is stored, on the device or on the host; one
   that is not is made again from its inputs, and these are needed in turn.
 - Forward and backward each take the longest of three things that run beside one another: arithmetic
-  (the backward's with what it recomputes), gathering and scattering the weights, and the copies to or
-  from the host.
+  (with storing and reading back what is kept, the backward's with what it recomputes), gathering and scattering the
+  weights, and the copies to or from the host.
 - What the last layer of a range would send stays on the device until its backward pass, which begins with it: no copy
   waits at the turn (`forebay.offload.scan`).
 - Optimizer state on the host comes in and goes out by slices during the update, which takes the longer of its work on
@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from forebay.planner.hosted import LEAST_BYTES, choose_hosted
 from forebay.planner.placement import EVERYTHING, Placement
@@ -40,6 +41,18 @@ class Op:
     seconds: float
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Seconds that keeping a value adds to a layer's arithmetic: storing it in the forward pass, reading it back in
+    the backward pass."""
+
+    store_s: float = 0.0
+    load_s: float = 0.0
+
+
+_NOTHING = Keep()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +78,7 @@ class LayerProblem:
         most_ranges: into how many ranges it can be cut at most; None is any number.
         fetched_bytes: weights that come from the host for a layer, in either pass.
         sent_bytes: gradients of a layer that go to the host.
+        on_device, on_host: what keeping each value there takes; a value that is not in it takes nothing.
     """
 
     stack: str
@@ -86,6 +100,11 @@ class LayerProblem:
     most_ranges: int | None = None
     fetched_bytes: int = 0
     sent_bytes: int = 0
+    on_device: Mapping[int, Keep] = dataclasses.field(default_factory=dict)
+    on_host: Mapping[int, Keep] = dataclasses.field(default_factory=dict)
+
+    def keep(self, value: int, where: Literal["device", "host"]) -> Keep:
+        return (self.on_host if where == "host" else self.on_device).get(value, _NOTHING)
 
     @functools.cached_property
     def producers(self) -> dict[int, int]:
@@ -208,13 +227,16 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """One layer under one placement: what is stored, and the seconds of what is recomputed."""
+    """One layer under one placement: what is stored, the seconds of what is recomputed, and those of storing and of
+    reading back what is not."""
 
     device_bytes: int
     host_bytes: int
     recompute_s: float
     stored: Mapping[str, int]
     """Bytes by name; unnamed ones under `EVERYTHING`."""
+    store_s: float = 0.0
+    load_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,6 +278,7 @@ def _layer_cost(stack: LayerProblem, tensors: Mapping[str, str]) -> LayerCost:
     todo, seen, ops = list(stack.needed), set(), set()
     stored: dict[str, int] = {}
     device = host = 0
+    store_s = load_s = 0.0
     while todo:
         value = todo.pop()
         if value in seen:
@@ -265,6 +288,8 @@ def _layer_cost(stack: LayerProblem, tensors: Mapping[str, str]) -> LayerCost:
         if value in where or value in stack.carry:
             name = name_of.get(value, EVERYTHING)
             stored[name] = stored.get(name, 0) + size
+            kept = stack.keep(value, "host" if where.get(value) == "host" else "device")
+            store_s, load_s = store_s + kept.store_s, load_s + kept.load_s
             if where.get(value) == "host":
                 host += size
             else:
@@ -272,7 +297,7 @@ def _layer_cost(stack: LayerProblem, tensors: Mapping[str, str]) -> LayerCost:
         elif value in producers and producers[value] not in ops:
             ops.add(producers[value])
             todo += stack.ops[producers[value]].inputs
-    return LayerCost(device, host, sum(stack.ops[i].seconds for i in ops), stored)
+    return LayerCost(device, host, sum(stack.ops[i].seconds for i in ops), stored, store_s, load_s)
 
 
 def _copy_s(num_bytes: float, bytes_per_s: float) -> float:
@@ -297,8 +322,8 @@ def evaluate(problem: Problem, placements: Sequence[Placement]) -> Predicted:
             h2d = _copy_s(n * cost.host_bytes, problem.h2d_bytes_per_s)
             fetch = _copy_s(n * stack.fetched_bytes, problem.h2d_bytes_per_s)
             send = _copy_s(n * stack.sent_bytes, problem.d2h_bytes_per_s)
-            forward = n * max(stack.forward_s, stack.forward_weights_s)
-            backward = n * max(stack.backward_s + cost.recompute_s, stack.backward_weights_s)
+            forward = n * max(stack.forward_s + cost.store_s, stack.forward_weights_s)
+            backward = n * max(stack.backward_s + cost.load_s + cost.recompute_s, stack.backward_weights_s)
             exposed_d2h += max(0.0, d2h - forward) + max(0.0, send - backward)
             exposed_h2d += max(0.0, fetch - forward) + max(0.0, h2d + fetch - backward)
             step += max(forward, d2h, fetch) + max(backward, h2d + fetch, send)

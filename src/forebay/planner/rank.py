@@ -2,24 +2,18 @@
 
 The account that plans are made under knows a layer's work and a layer's copies; the compiled program says what
 the scheduler made of them. Where the two disagree, it is about what is hidden: so the candidates are the plan
-itself, the best plan that moves nothing to the host, and the best under links of half the rate. Nor does the account know what
-it takes to store a value that would otherwise stay inside a fused kernel: where the plan keeps everything in some layers,
-there is a candidate that keeps there what has a name.
+itself, the best plan that moves nothing to the host, and the best under links of half the rate.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
 
 from forebay.planner.build import Costed
-from forebay.planner.placement import EVERYTHING, Placement
-from forebay.planner.problem import Problem
-from forebay.planner.search import FAILURES, MARGIN, Compile, Decision, Found, choose, decision_of
+from forebay.planner.search import FAILURES, GAIN, MARGIN, Compile, Decision, Found, choose, decision_of
 from forebay.units import format_seconds
 
 WORTH = 1.10
 """A candidate that the account has more than this much slower than the plan is not compiled."""
-
-_NAMED = "what has a name alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +41,10 @@ def rank(
     margin: float = MARGIN,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Candidate]:
-    """The compiled candidates that fit, the fastest by timeline first; the search's plan alone where there is nothing
-    to rank by, or no compile left of `max_compiles`.
+    """The compiled candidates that fit, the one to take first and then by their timelines; the search's plan alone where
+    there is nothing to rank by, or no compile left of `max_compiles`.
+
+    The one to take is the fastest, or one as fast but for `GAIN` that moves less to the host: less depends on the link then.
     """
     if compile_plan is None or found.measured is None or found.measured.step_s is None or not found.fits:
         return []
@@ -65,7 +61,6 @@ def rank(
     }
 
     def decisions() -> Iterator[tuple[str, Decision]]:
-        yield _NAMED, dataclasses.replace(found.decision, placements=_with_names(found.placements, problem))
         for name, changes in others.items():
             changed = dataclasses.replace(problem, **changes)
             choice = choose(costed, changed, variants=variants, time_limit_s=time_limit_s)
@@ -80,7 +75,7 @@ def rank(
             continue
         placed = dataclasses.replace(problem, state_host_fraction=decision.state_host_fraction)
         predicted, _ = costed.predict(placements, placed)
-        if name != _NAMED and predicted.step_s > WORTH * found.predicted.step_s:
+        if predicted.step_s > WORTH * found.predicted.step_s:
             continue
         seen.add(decision)
         progress(f"compiling a candidate: {name}, {format_seconds(predicted.step_s)} a step")
@@ -110,13 +105,7 @@ def rank(
     candidates = [
         dataclasses.replace(c, found=dataclasses.replace(c.found, compiles=compiles)) for c in candidates
     ]  # fmt: skip
-    return sorted(candidates, key=lambda c: c.step_s)
-
-
-def _with_names(placements: tuple[Placement, ...], problem: Problem) -> tuple[Placement, ...]:
-    """The placements, with all tensors that have a name on the device where everything was."""
-    names = {s.stack: s.names for s in problem.stacks}
-    return tuple(
-        dataclasses.replace(p, tensors=dict.fromkeys(names[p.stack], "device")) if EVERYTHING in p.tensors else p
-        for p in placements
-    )
+    candidates.sort(key=lambda c: c.step_s)
+    as_fast = [c for c in candidates if c.step_s <= candidates[0].step_s * (1 + GAIN)]
+    taken = min(as_fast, key=lambda c: (c.found.predicted.host_bytes, c.step_s))
+    return [taken, *(c for c in candidates if c is not taken)]

@@ -80,10 +80,17 @@ class Rates:
         return Group(math.prod(self.axis_sizes[a] for a in axes), min(here.values()), max(groups.values()) > 1)
 
     def total_s(self, costs: Iterable[Cost], *, weights: bool, backward: bool = False) -> float:
-        """Time of collectives of weights (`weights`), or of everything else; `backward` as in `compute_s`."""
+        """Time of collectives of weights (`weights`), or of everything else; `backward` as in `compute_s`.
+
+        A collective reads and writes HBM while it takes its time on the links.
+        """
         total = 0.0
         for cost in costs:
-            total += sum(self.collective_s(c) for c in cost.collectives if c.of_weight == weights)
-            if not weights:
-                total += self.compute_s(cost, backward=backward)
+            exchanged = sum(self.collective_s(c) for c in cost.collectives if c.of_weight == weights)
+            if weights:
+                total += exchanged
+            elif cost.kind != "collective":
+                total += exchanged + self.compute_s(cost, backward=backward)
+            elif exchanged or not cost.collectives:
+                total += max(exchanged, self.compute_s(cost))
         return total

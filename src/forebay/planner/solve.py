@@ -14,7 +14,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -253,6 +253,16 @@ def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: floa
     required: dict[int, int] = {}
     device_bytes = [(stack.num_bytes[v] / _GIB, kept_all) for v in unnamed]
     host_bytes: list[tuple[float, int]] = []
+    storing: list[tuple[float, int]] = []
+    loading: list[tuple[float, int]] = []
+
+    def keep(value: int, where: Literal["device", "host"], amount: int) -> None:
+        kept = stack.keep(value, where)
+        storing.extend([(kept.store_s / scale, amount)] if kept.store_s else [])
+        loading.extend([(kept.load_s / scale, amount)] if kept.load_s else [])
+
+    for value in unnamed:
+        keep(value, "device", kept_all)
 
     def require(value: int, amount: int) -> None:
         """Each layer counted in `amount` requires `value`."""
@@ -269,12 +279,18 @@ def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: floa
         size, amount = stack.num_bytes[value] / _GIB, required[value]
         if value in stack.carry:
             device_bytes.append((size, amount))
+            keep(value, "device", amount)
             return
         name = name_of[value]
-        for kept, total in ((kept_device[name], device_bytes), (kept_host[name], host_bytes)):
+        places: tuple[tuple[int, list[tuple[float, int]], Literal["device", "host"]], ...] = (
+            (kept_device[name], device_bytes, "device"),
+            (kept_host[name], host_bytes, "host"),
+        )
+        for kept, total, where in places:
             stored = program.variable(L)
             program.at_most([(1, amount), (1, kept), (-1, n), (-1, stored)], 0)
             total.append((size, stored))
+            keep(value, where, stored)
         if value in producers:
             again = repeated[producers[value]]
             program.at_most([(1, amount), (-1, kept_device[name]), (-1, kept_host[name]), (-1, again)], 0)
@@ -287,13 +303,13 @@ def _range(program: _Program, problem: Problem, stack: LayerProblem, scale: floa
 
     recompute = [(op.seconds / scale, repeated[i]) for i, op in enumerate(stack.ops) if op.seconds]
     forward, backward = (program.variable(np.inf, cost=1.0) for _ in range(2))
-    program.at_most([(stack.forward_s / scale, n), (-1, forward)], 0)
+    program.at_most([(stack.forward_s / scale, n), *storing, (-1, forward)], 0)
     program.at_most([(stack.forward_weights_s / scale, n), (-1, forward)], 0)
     if stack.fetched_bytes:
         program.at_most([(stack.fetched_bytes / problem.h2d_bytes_per_s / scale, n), (-1, forward)], 0)
     if stack.sent_bytes:
         program.at_most([(stack.sent_bytes / problem.d2h_bytes_per_s / scale, n), (-1, backward)], 0)
-    program.at_most([(stack.backward_s / scale, n), *recompute, (-1, backward)], 0)
+    program.at_most([(stack.backward_s / scale, n), *loading, *recompute, (-1, backward)], 0)
     program.at_most([(stack.backward_weights_s / scale, n), (-1, backward)], 0)
     movable = [name for name in stack.names if problem.may_offload(stack, name)]
     in_flight = [(stack.size(name) / _GIB, host[name]) for name in movable]
