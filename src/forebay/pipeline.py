@@ -64,7 +64,8 @@ def plan(
 
     Returns:
         The plan. Run it with `forebay.apply(loss, plan)`, in a function that is jitted with
-        `compiler_options=forebay.compiler_options(plan)`. `plan.verified` says whether it was compiled
+        `compiler_options=forebay.compiler_options(plan)`; the function there says how a step for GPUs gets
+        those that are the best for it. `plan.verified` says whether it was compiled
         and found to fit; where it could not be compiled, `plan.notes` says why.
 
     Raises:
@@ -90,7 +91,8 @@ def plan(
     )
     compile_plan, why_not = None, "it was not asked for (verify=False)"
     if verify:
-        compile_plan, why_not = _compiler(loss, parameters, args, machine, mesh, optimizer, base)
+        budget = int(costed.problem.device_budget)
+        compile_plan, why_not = _compiler(loss, parameters, args, machine, mesh, optimizer, base, budget)
     return find_plan(
         costed, base, compile_plan, why_not, variants=variants, max_compiles=max_compiles, time_limit_s=time_limit_s,
         progress=progress,
@@ -273,13 +275,16 @@ def _compiler(
     mesh: Any,
     optimizer: Any,
     base: Plan,
+    budget: int,
 ) -> tuple[Compile | None, str | None]:
-    """A function that compiles the step under some placements, or why there is none."""
+    """A function that compiles the step under some placements, or why there is none; `budget` is the device memory that it
+    may use."""
     import jax
     import jax.sharding
 
     from forebay.offload.apply import apply
-    from forebay.xla.compile import CompiledStep, compile_hidden
+    from forebay.timeline.profile import profiled
+    from forebay.xla.compile import CompiledStep, compile_hidden, compile_step
     from forebay.xla.exposure import explain
     from forebay.xla.invariants import explain_violations
     from forebay.xla.options import PROFILE_OPTION, compiler_options
@@ -310,7 +315,7 @@ def _compiler(
     deviceless = devices[0] not in jax.devices()
     state = None if optimizer is None else jax.eval_shape(optimizer.init, shapes[0])
 
-    def compiled_under(plan: Plan) -> tuple[CompiledStep, Mapping[str, Any]]:
+    def compiled_under(plan: Plan) -> tuple[CompiledStep, Mapping[str, Any], tuple[str, ...]]:
         planned = apply(loss, plan)
         gradient = jax.value_and_grad(lambda p, *a: _scalar(planned(p, *a)), allow_int=True)
 
@@ -342,10 +347,23 @@ def _compiler(
             deviceless=deviceless,
             offloads=plan.stores,
         )
-        return compile_hidden(jitted, (shapes[0], state, *shapes[1:]), options, judged=machine.platform == "cuda")
+        abstract = (shapes[0], state, *shapes[1:])
+        compiled, options = compile_hidden(jitted, abstract, options, judged=machine.platform == "cuda")
+        if machine.platform != "cuda":
+            return compiled, options, ()
+        made = profiled(
+            compiled,
+            options,
+            machine,
+            len(devices),
+            budget,
+            lambda options: compile_step(jitted, abstract, options=options),
+        )
+        note = f"{made.note}; give your own step to forebay.compiler_options for as much" if made.kept else made.note
+        return made.compiled, made.options, (note,)
 
     def compile_plan(decision: Decision) -> Measured:
-        compiled, options = compiled_under(dataclasses.replace(base, placements=decision.placements, model=None))
+        compiled, options, notes = compiled_under(dataclasses.replace(base, placements=decision.placements, model=None))
         if compiled.violations:
             raise WrongNumbersError(explain_violations(compiled.violations))
         report = {
@@ -362,7 +380,7 @@ def _compiler(
         made = report["timeline"] = of_compiled(compiled, machine, len(devices))
         return Measured(
             compiled.device.total, compiled.host.total, compiled.refused is not None, report,
-            () if shown is None else (shown,), None if made is None else made["step_time_s"],
+            (*notes, *(() if shown is None else (shown,))), None if made is None else made["step_time_s"],
         )  # fmt: skip
 
     return compile_plan, None

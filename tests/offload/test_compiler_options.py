@@ -1,6 +1,7 @@
 """`forebay.compiler_options`: what code that is not ours needs to be compiled with."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import forebay
 from forebay.planner.placement import Placement
-from forebay.xla.options import PIPELINING, TPU_PIPELINING, variants
+from forebay.xla.options import PIPELINING, PROFILE_OPTION, TPU_PIPELINING, variants
 from forebay.xla.versions import DOUBLE_BUFFERING
 
 L, D, N = 6, 512, 1024
@@ -99,3 +100,34 @@ def test_they_are_those_that_the_plan_was_compiled_with():
         made = forebay.Plan(plan.placements, compiled={"compiler_options": tried})
         assert forebay.compiler_options(made, devices) == tried
     assert DOUBLE_BUFFERING in first and DOUBLE_BUFFERING not in third and pipelined == first | {PIPELINING: True}
+
+
+def test_for_a_step_of_ones_own_they_have_its_timelines_times_where_that_is_faster():
+    """Weights that are gathered for each layer, which the scheduler without times does not start early enough."""
+    plan, devices = placed(u="host", v="device"), there("gb200", 32)
+    mesh = Mesh(devices, "fsdp")
+    split = NamedSharding(mesh, PartitionSpec(None, None, "fsdp")), NamedSharding(mesh, PartitionSpec("fsdp"))
+    jitted = jax.jit(
+        jax.value_and_grad(forebay.apply(loss, plan)), in_shardings=split,
+        out_shardings=(NamedSharding(mesh, PartitionSpec()), split[0]),
+    )  # fmt: skip
+    shape = {"in": (L, 8 * D, 16 * D), "out": (L, 16 * D, 8 * D)}
+    weights = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16) for name, s in shape.items()}
+    args = weights, jax.ShapeDtypeStruct((4096 * len(devices), 8 * D), jnp.bfloat16)
+
+    def seconds(options) -> float:
+        return forebay.timeline(jitted.lower(*args).compile(compiler_options=options), "gb200").step_time_s
+
+    plain = forebay.compiler_options(plan, devices)
+    timed = forebay.compiler_options(plan, devices, step=jitted, args=args, hardware="gb200")
+    assert {k: v for k, v in timed.items() if k != PROFILE_OPTION} == {
+        k: v for k, v in plain.items() if k != PROFILE_OPTION
+    }
+    assert "all-gather" in Path(timed[PROFILE_OPTION]).read_text(), "or it was not faster"
+    assert seconds(timed) < seconds(plain)
+
+
+def test_options_for_a_step_need_a_machine_and_on_a_cpu_there_are_none():
+    with pytest.raises(forebay.UserError, match="which machine it is for"):
+        forebay.compiler_options(placed(u="host"), there("h200", 1), step=jax.jit(loss))
+    assert forebay.compiler_options(placed(u="host"), step=jax.jit(loss)) == {}

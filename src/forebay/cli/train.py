@@ -65,13 +65,13 @@ def _run(config: TrainConfig) -> int:
     """In one process of the run, or the only one."""
     import jax
 
+    from forebay.agreement import from_first, is_first, together
     from forebay.planner.plan import Plan
     from forebay.report.console import make_console
     from forebay.report.memory import describe_placement
     from forebay.train.loop import check_run_dir, train
     from forebay.train.parity import check_numbers, needs_check
     from forebay.train.planning import check_host_memory, planned_program, run_plan
-    from forebay.train.processes import from_first, is_first, together
     from forebay.units import format_count
 
     console = make_console(quiet=not is_first())

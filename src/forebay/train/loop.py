@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from forebay.agreement import is_first, together
 from forebay.errors import UserError, WrongNumbersError, missing_extra
 from forebay.hardware.present import machine_of
 from forebay.report.plots import loss_curve
@@ -24,7 +25,7 @@ from forebay.train.checkpoint import Checkpoints, truncate_metrics
 from forebay.train.data import load_tokenizer, make_train_iterator, make_validation_batches, unigram_entropy
 from forebay.train.metrics import MetricsFile, NoMetricsFile, StepMetrics, read_metrics
 from forebay.train.planning import run_options
-from forebay.train.processes import StopVote, is_first, rows_here, together
+from forebay.train.processes import StopVote, rows_here
 from forebay.train.program import Program
 from forebay.train.run_config import TrainConfig, to_yaml
 from forebay.train.sample import sample

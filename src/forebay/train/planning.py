@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from forebay.agreement import from_first
 from forebay.errors import UserError, WrongNumbersError
 from forebay.graph.loss import LossGraph, trace_loss
 from forebay.hardware import Hardware
@@ -24,7 +25,6 @@ from forebay.report.memory import compile_json
 from forebay.timeline.compare import of_compiled
 from forebay.timeline.profile import profiled
 from forebay.train.config import ProgramConfig
-from forebay.train.processes import from_first
 from forebay.train.program import Program, make_program
 from forebay.train.run_config import TrainConfig
 from forebay.xla.compile import CompiledStep, compile_hidden, compile_step
