@@ -69,16 +69,19 @@ CASES = (
     ),
     Case(
         "70b-h200", "Llama 3.3 70B, 8 H200: query, key and value offloaded against full recompute", 1.069,
-        "llama3.1-70b", "h200", 8, 8, 8192, "full", "qkv_proj_offloaded", "model, machines, what is offloaded",
+        "llama3.1-70b", "h200", 8, 8, 8192, "full", "qkv_proj_offloaded",
+        "model, machines, what is offloaded (Intel, Activation Offloading on Heterogeneous Systems; a summary of it was read)",
         "FSDP over 8, one sequence of 8192 tokens each; Llama 3.1 70B, the same architecture; weights, gradients and "
         "moments in bfloat16, because in float32 they alone are 131 of the 127 GiB that XLA may use",
         state="bfloat16",
         remark="What is not computed again is 2.4 % of the arithmetic, and in this configuration the baseline has only 0.15 s of "
-        "waits that could go as well, so no cost model that knows the FLOPs predicts 6.9 %. What the baseline's memory does "
-        "to its schedule can be larger than that: with float32 state and 4096 tokens (138 GiB, which does not fit), each side "
-        "as forebay compiles it, the baseline ran into XLA's memory limit, lost its overlap and was rematerialised, and the "
-        "gain was 18.6 %; with the same options on both sides it was 2.8 %. The published configuration is not known well "
-        "enough to tell",
+        "waits that could go as well, so no cost model that knows the FLOPs predicts 6.9 %. What is not public cannot close "
+        "the gap either, as far as it was tried ([unknown.md](unknown.md)): of 18 configurations (dtypes of the state, 2048 to 8192 "
+        "tokens, one to four sequences on a device), 12 fit the H200, and gain -11.0 to +2.1 % with MaxText's flags and "
+        "-6.0 to +4.2 % as forebay compiles, the median +2.7 %. With float32 state, which does not fit an H200, a baseline that ran "
+        "into XLA's memory limit lost its overlap, was rematerialised, and made the gain 18.6 %: something like it would "
+        "explain the published figure, and was not found among what fits. The same work reports 11.6 % for PaliGemma2 28B on 8 H200 "
+        "and 15.5 % for Gemma 4 31B on 8 B300",
     ),
     Case(
         "70b-b300", "Llama 3.3 70B, 8 B300: the same", 1.03, "llama3.1-70b", "b300", 8, 8, 8192, "full",

@@ -119,7 +119,7 @@ def test_budgets_that_cannot_be_met_say_what_is_missing(capsys):
     # 70.55 B parameters, four float32 copies over 8 devices: 131.4 GiB
     assert "weights, optimizer state and gradients alone need 131.4" in line
     assert "more devices" in line
-    line = refused(capsys, *SMALL, "--hbm", "4GiB", *on_device)
+    line = refused(capsys, *SMALL, "--hbm", "3.75GiB", *on_device)
     assert "the plan that needs least" in line and "too much" in line and "a smaller batch" in line
 
 
