@@ -218,24 +218,10 @@ def main() -> None:
     lines = report(rows, compared, by_ranges, whole)
     (HERE / "results.md").write_text("\n".join(lines))
     keep = (
-        "machine",
-        "model",
-        "devices",
-        "batch",
-        "placement",
-        "device_bytes",
-        "estimate",
-        "error",
-        "fits",
-        "account_s",
-        "step_s",
-    )
-    data = {
-        "memory": [{k: r.get(k) for k in keep} for r in rows],
-        "quality": compared,
-        "ranges": by_ranges,
-        "plan": whole,
-    }
+        "machine", "model", "devices", "batch", "placement", "device_bytes", "estimate", "error", "fits", "account_s", "step_s",
+    )  # fmt: skip
+    kept = [{k: r.get(k) for k in keep} for r in rows]
+    data = {"memory": kept, "quality": compared, "ranges": by_ranges, "plan": whole}
     (HERE / "results.json").write_text(json.dumps(data, indent=1) + "\n")
     print("\n".join(lines))
     worse = [r for r in compared if r["preset_s"] and (r["plan_s"] is None or r["plan_s"] > r["preset_s"] * (1 + 1e-6))]

@@ -188,3 +188,27 @@ def test_one_name_at_two_places_of_a_block_is_refused():
     (stack,) = find_stacks(jax.make_jaxpr(loss)(jnp.ones((3, 8, 8)), jnp.ones((4, 8))))
     with pytest.raises(UserError, match=r"gives the name 'hidden' to several activations .*test_block\.py"):
         block_graph(stack, [whole(len(a.shape)) for a in stack.avals], {})
+
+
+def test_the_gradients_of_weights_are_what_no_other_gradient_needs(graph):
+    """Of each product with a weight the backward pass has two: the weight's gradient is as large as the product itself."""
+
+    def products(analysis, positions):
+        of = [analysis.costs[i].flops for i in positions if analysis.flat.ops[i].primitive == "dot_general"]
+        return len(of), sum(of)
+
+    aside = graph.weight_gradient_ops
+    assert (
+        products(graph.backward, aside)
+        == products(graph.forward, graph.forward_ops)
+        == (
+            7,
+            pytest.approx(
+                sum(
+                    2 * B * S * np.prod(a.shape)
+                    for a, role in zip(graph.stack.avals, graph.stack.roles, strict=True)
+                    if role == "layer" and len(a.shape) > 1
+                )
+            ),
+        )
+    )

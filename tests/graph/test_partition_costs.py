@@ -90,6 +90,16 @@ def test_a_product_over_a_split_dimension_is_summed_over_the_devices():
     assert cost.collectives == (Collective("all_reduce", 2 * 2 * 64 * 2 * 1 / 2, ("tensor",), False),)
 
 
+def test_partial_sums_that_are_only_added_up_are_summed_over_devices_once():
+    x, w = shape(8, 32), shape(32, 64)
+    args, inputs = (x, w, w, w), [(("fsdp",), ("tensor",)), *[(("tensor",), ())] * 3]
+    one = Collective("all_reduce", 2 * 2 * 64 * 2 * 1 / 2, ("tensor",), False)
+    assert costs(lambda x, a, b, c: x @ a + x @ b + x @ c, args, inputs).collectives == (one,)
+    # what is used as it is has to be whole, and so does what is added to something else
+    assert costs(lambda x, a, b, c: ((y := x @ a) + x @ b, y), args, inputs).collectives == (one,) * 2
+    assert costs(lambda x, a, b, c: jnp.exp(x @ a) + x @ b, args, inputs).collectives == (one,) * 2
+
+
 def test_gradients_of_weights_are_scattered():
     x, dy = shape(8, 32), shape(8, 64)
     inputs = [(("fsdp",), ()), (("fsdp",), ())]

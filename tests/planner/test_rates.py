@@ -52,6 +52,20 @@ def test_work_by_hand():
     assert Rates(TOY, {"fsdp": 8}, HALF).link_bytes_per_s() == (5, 10), "of a nominal rate its share"
 
 
+def test_a_collective_moves_hbm_bytes_while_the_links_carry_them():
+    rates = Rates(TOY, {"fsdp": 4, "tensor": 2}, HALF)
+    exchange = Collective("all_gather", 300.0, ("tensor",))  # 12 s on the links
+    assert rates.total_s([Cost("collective", hbm_bytes=500.0, collectives=(exchange,))], weights=False) == approx(12)
+    assert rates.total_s([Cost("collective", hbm_bytes=1000.0, collectives=(exchange,))], weights=False) == approx(20)
+    # a product waits for what it gathers
+    product = Cost("matmul", 3000.0, collectives=(exchange,))
+    assert rates.total_s([product], weights=False) == approx(6 + 12)
+    of_weight = dataclasses.replace(exchange, of_weight=True)
+    gathered = Cost("collective", hbm_bytes=1000.0, collectives=(of_weight,))
+    assert rates.total_s([gathered], weights=False) == 0
+    assert rates.total_s([gathered], weights=True) == approx(12)
+
+
 def test_collectives_by_hand():
     rates = Rates(TOY, {"fsdp": 4, "tensor": 2}, HALF)
     # 2 neighbours are in one domain of 4; the 4 along fsdp are 2 in each of two domains

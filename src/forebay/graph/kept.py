@@ -1,11 +1,12 @@
 """What keeping a value of a layer for the backward pass moves in HBM, beside what computing it moves.
 
-A stack of kept values is one array over all layers. On GPUs every value is written into it by a kernel of its own, which reads
-the value, or where that stays inside of a fused kernel as much as it is computed from; on TPUs the kernel that makes it
-writes it there as a second result. In the backward pass, what can be fused with the slice reads the stack in place
-of what it would have read or computed; a kernel that cannot gets a copy of the slice. A value that goes to the host is
-copied by the link from where it is, and comes to where it is read: of these, only those that would have stayed inside a
-kernel move more. So it is in compiled schedules of Llama 3.1 8B for H200 and v5p (docs/planner.md).
+A stack of kept values is one array over all layers. On GPUs every value is written into it by a kernel of its own,
+which reads the value, or where that stays inside of a fused kernel as much as it is computed from; on TPUs the kernel
+that makes it is taken to write it there as a second result, as it does with the largest. In the backward pass, what can
+be fused with the slice reads the stack in place of what it would have read or computed; a kernel that cannot gets a
+copy of the slice. A value that goes to the host is copied by the link from where it is, and comes to where it is read:
+of these, only those that would have stayed inside a kernel move more. So it is in compiled schedules of Llama 3.1 8B
+for H200 and v5p (docs/planner.md).
 """
 
 import dataclasses

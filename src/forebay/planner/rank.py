@@ -44,7 +44,7 @@ def rank(
     """The compiled candidates that fit, the one to take first and then by their timelines; the search's plan alone where
     there is nothing to rank by, or no compile left of `max_compiles`.
 
-    The one to take is the fastest, or one as fast but for `GAIN` that moves less to the host: less depends on the link then.
+    The one to take is, of those within `GAIN` of the fastest, the one that moves least to the host: less depends on the link.
     """
     if compile_plan is None or found.measured is None or found.measured.step_s is None or not found.fits:
         return []
